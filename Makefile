@@ -1,0 +1,121 @@
+# Needs make and a Python from 3.11 to 3.13, nothing else. `make` alone lists what there is.
+#   VENV=folder      the environment to use (default .venv; in an activated conda environment: VENV="$CONDA_PREFIX")
+#   PYTHON=command   the Python that makes it
+VENV ?= .venv
+PYTHON ?=
+LAB_ARGS ?=
+TEST_ARGS ?=
+
+PY := "$(VENV)/bin/python"
+# Each step of the set-up leaves its stamp here and runs again when what it reads is newer.
+STAMP := $(VENV)/.labkit
+WITH_VENV_PATH = PATH="$$(cd "$(VENV)/bin" && pwd):$$PATH"
+HELP_SETUP = echo "The set-up stopped: see 'Troubleshooting' in README.md. 'make setup' goes on from here." >&2
+
+export OMP_WAIT_POLICY ?= passive
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: FORCE help setup lab test lint bench notebooks gpu-check gpu-notebooks constraints clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
+
+# The first Python that runs, is of a supported version and can make an environment; what is on the PATH may do none.
+define FIND_PYTHON
+find_python() { \
+	for python in $(if $(PYTHON),"$(PYTHON)",python3.13 python3.12 python3.11 python3 python); do \
+		if "$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+			2>/dev/null; then echo "$$python"; return 0; fi; \
+	done; \
+	echo "No Python from 3.11 to 3.13 that has venv$(if $(PYTHON), at PYTHON=$(PYTHON), on the PATH)." \
+		"Install one (Debian, Ubuntu: python3 and python3-venv)" \
+		"or name it: make setup PYTHON=/path/to/python3.12" >&2; \
+	return 1; \
+}
+endef
+
+# An environment whose Python has gone (an upgrade, a moved folder) is made again.
+$(STAMP)/venv: $(if $(shell test -x "$(VENV)/bin/python" && echo there),,FORCE)
+	@$(FIND_PYTHON); if ! $(PY) -m pip --version >/dev/null 2>&1; then \
+		python=$$(find_python) || exit 1; \
+		echo "Making $(VENV) with $$("$$python" --version)"; \
+		"$$python" -m venv $(if $(filter .venv,$(VENV)),--clear) "$(VENV)" || { $(HELP_SETUP); exit 1; }; \
+	fi
+	@mkdir -p "$(STAMP)" && touch "$@"
+
+$(STAMP)/packages: requirements.txt constraints.txt $(STAMP)/venv
+	@echo "Installing the pinned packages of requirements.txt into $(VENV) (once; a torch with CUDA is about 3 GB)"
+	@$(PY) -m pip install -r requirements.txt || { $(HELP_SETUP); exit 1; }
+	@touch "$@"
+
+$(STAMP)/labkit: pyproject.toml $(STAMP)/packages
+	@echo "Installing labkit itself, from this folder"
+	@$(PY) -m pip install --quiet --no-deps --no-build-isolation -e . || { $(HELP_SETUP); exit 1; }
+	@touch "$@"
+
+setup: $(STAMP)/labkit ## make .venv, install the pinned packages, fetch the default model
+	@$(PY) -m labkit fetch || { $(HELP_SETUP); exit 1; }
+
+# No question about news at the first opening, and no call to the outside.
+QUIET_LAB = --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate \
+	--LabApp.extension_manager=readonly
+
+lab: setup ## set up, then open the course in JupyterLab on this machine
+	@echo "Starting JupyterLab on 127.0.0.1 (Ctrl-C stops it)"
+	@$(WITH_VENV_PATH) python -m jupyterlab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) \
+		--ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(QUIET_LAB) $(LAB_ARGS)
+
+# Three runs, quickest first; a failure in one does not hide the next. Measurements go into a ledger of the tests' own.
+TEST_ENV = $(WITH_VENV_PATH) LABKIT_LEDGER="$(CURDIR)/.pytest_cache/ledger.jsonl"
+PYTEST = mkdir -p .pytest_cache && $(TEST_ENV) python -m pytest $(TEST_ARGS)
+NBVAL = --nbval --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with=tests/notebooks/sanitize.cfg
+
+.PHONY: test-units test-notebooks test-browser
+test: setup ## set up, then run every test: units, notebooks, browser
+	@failed=; for part in units notebooks browser; do \
+		$(MAKE) --no-print-directory test-$$part || failed="$$failed test-$$part"; \
+	done; \
+	if [ -n "$$failed" ]; then \
+		echo "make test: failures in$$failed. Each is a make target of its own: mend, and run that one again." >&2; \
+		exit 1; \
+	fi
+
+test-units: $(STAMP)/labkit ## only the unit tests
+	@echo "Unit tests"
+	@$(PYTEST) --ignore=tests/notebooks --ignore=tests/browser
+
+test-notebooks: $(STAMP)/labkit ## only the notebooks: every output by nbval, hygiene, solutions
+	@echo "Notebooks"
+	@$(PYTEST) $(NBVAL) notebooks tests/notebooks
+
+test-browser: $(STAMP)/labkit ## only JupyterLab in a headless Chromium
+	@echo "Browser tests"
+	@$(PYTEST) tests/browser
+
+lint: $(STAMP)/packages ## ruff's checks and format
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . || \
+		{ echo "make lint: $(VENV)/bin/ruff check --fix . and $(VENV)/bin/ruff format . mend most of it" >&2; exit 1; }
+
+bench: setup ## the speed and memory ratios that the course promises
+	@$(PY) -m tools.bench
+
+notebooks: setup ## run every notebook and keep its outputs, normalised
+	@$(WITH_VENV_PATH) python -m tools.notebooks
+
+# On a borrowed GPU machine there is no set-up: its own Python, or PYTHON=…, runs from this folder.
+GPU_PYTHON = $(or $(PYTHON),$(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,python3))
+
+gpu-check: ## on a CUDA machine, without set-up: tests marked gpu, ceilings, decode speed (SECTION=name: one part)
+	@"$(GPU_PYTHON)" -m labkit gpu-check
+
+gpu-notebooks: ## on a CUDA machine, without set-up: the notebooks themselves
+	@"$(GPU_PYTHON)" -m tools.gpu_notebooks
+
+constraints: $(STAMP)/packages ## write constraints.txt from what is installed
+	@$(PY) -m tools.constraints
+
+clean: ## remove .venv and caches; keep the model
+	@rm -rf .venv "$(STAMP)" build labkit.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find labkit tools tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
+	@echo "Removed .venv and the caches. Models and measurements stay in $${LABKIT_CACHE:-$$HOME/.cache/labkit}."

@@ -1,0 +1,50 @@
+"""A small table, as text for a terminal and as escaped HTML, and figures with the prefix that a person would write."""
+
+import html
+from dataclasses import dataclass
+
+_SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_SI_UNITS = {"bytes": "B", "bytes/s": "B/s", "FLOP": "FLOP", "FLOPs": "FLOPs", "FLOP/s": "FLOP/s"}
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
+
+def readable(value: float, unit: str) -> str:
+    """`value` with its unit, to three digits or so: "141 GB", "1.25 ms", "56.1%", "2.8x"; other units keep theirs."""
+    if unit == "fraction":
+        return f"{100 * value:.3g}%"
+    if unit == "ratio":
+        return f"{value:.3g}x"
+    if unit == "s" and 0 < abs(value) < 100:
+        factor, name = next((pair for pair in _SECONDS if abs(value) >= pair[0]), _SECONDS[-1])
+        return f"{value / factor:.3g} {name}"
+    if unit in _SI_UNITS:
+        factor, prefix = next((pair for pair in _SI if abs(value) >= pair[0]), (1.0, ""))
+        return f"{value / factor:.3g} {prefix}{_SI_UNITS[unit]}"
+    return f"{value:.4g} {unit}".rstrip()
+
+
+@dataclass(frozen=True)
+class Table:
+    """Column names, and rows of as many cells of text."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def text(self) -> str:
+        """Aligned columns."""
+        lines = [self.columns, *self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
+        lines.insert(1, tuple("-" * width for width in widths))
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        )
+
+    def html(self) -> str:
+        """An HTML table; every cell is escaped, and a line end in a cell is a line break."""
+
+        def row(tag: str, cells: tuple[str, ...]) -> str:
+            escaped = (html.escape(cell).replace("\n", "<br>") for cell in cells)
+            return "<tr>" + "".join(f'<{tag} style="text-align:left">{cell}</{tag}>' for cell in escaped) + "</tr>"
+
+        body = "\n".join(row("td", cells) for cells in self.rows)
+        return f"<table>\n<thead>{row('th', self.columns)}</thead>\n<tbody>\n{body}\n</tbody>\n</table>"

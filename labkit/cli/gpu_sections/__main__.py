@@ -1,0 +1,22 @@
+"""One section in this process: `python -m labkit.cli.gpu_sections MODULE:FUNCTION FILE DEVICE`, for `gpu-check`."""
+
+import importlib
+import sys
+from pathlib import Path
+
+from labkit.cli.gpu_sections import Recorder
+
+
+def main(measure: str, result: str, device: str) -> None:
+    """Measure; an error is a traceback on standard error and exit code 1, with what was recorded until then kept."""
+    tiny = device == "cpu"
+    if tiny:
+        import torch
+
+        torch.set_num_threads(1)  # tiny tensors gain nothing from more, and stall where a neighbour is busy
+    module, function = measure.split(":")
+    getattr(importlib.import_module(module), function)(Recorder(Path(result), device, tiny=tiny))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,225 @@
+"""`python -m labkit run`: every chapter run headless from its notebook, and a report of how it went."""
+
+import argparse
+import html
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from labkit._paths import DATA, cache_dir
+from labkit.cli.table import Table, html_page, readable
+
+NOTEBOOKS = DATA.parent / "notebooks"
+_COLUMNS = ("chapter", "result", "seconds", "peak memory", "first error")
+_ERROR_CHARS = 160
+
+
+@dataclass(frozen=True)
+class ChapterRun:
+    """How one notebook went. `peak_bytes` is the resident memory of the kernel and its children at its highest,
+    None where it could not be read; `cell` counts code cells from 1."""
+
+    chapter: str
+    ok: bool
+    seconds: float
+    peak_bytes: int | None = None
+    cell: int | None = None
+    error: str = ""
+    traceback: str = ""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Register `run`."""
+    parser = commands.add_parser(
+        "run",
+        help="run all notebooks headless, with a report at the end",
+        description="Run notebooks from first to last cell without a browser. The files are not written back.",
+    )
+    parser.add_argument(
+        "chapters",
+        nargs="*",
+        help="chapters such as 01 or 01_bottleneck_analysis (default: all)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="limit of a cell (%(default)s s)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="report file, .md or .html (default: a dated .md in the cache)",
+    )
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the executed notebooks in this folder",
+    )
+    parser.set_defaults(run=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run, print a line a chapter and the table, write the report. Returns 1 if a chapter failed."""
+    chapters = find_chapters(args.chapters)
+    output = args.output or cache_dir() / "reports" / f"run-{datetime.now():%Y%m%d-%H%M%S}.md"
+    if output.suffix not in (".md", ".html"):
+        raise ValueError(f"--output: got {output}; takes a file ending in .md or .html")
+    runs: list[ChapterRun] = []
+    for path in chapters:
+        print(f"{path.stem} ...", flush=True)
+        runs.append(run_notebook(path, cell_timeout_s=args.timeout, save_to=args.save))
+        print(
+            f"{path.stem}: {'ok' if runs[-1].ok else 'FAILED'} in {runs[-1].seconds:.1f} s",
+            flush=True,
+        )
+    report = write_report(runs, output)
+    print(f"\n{runs_table(runs).text()}\n\nReport: {report}")
+    return 0 if all(run.ok for run in runs) else 1
+
+
+def find_chapters(wanted: Sequence[str] = (), folder: Path | None = None) -> list[Path]:
+    """Notebooks of `folder` (default: notebooks/), in order: all, or those that a number, a name or a file names."""
+    folder = folder or NOTEBOOKS
+    every = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
+    if not every:
+        raise ValueError(f"chapters: got no notebooks in {folder}; takes a checkout of the project with notebooks/")
+    if not wanted:
+        return every
+    found = []
+    for name in wanted:
+        stem = Path(name).stem
+        number = stem.zfill(2) if stem.isdigit() else None
+        matches = [p for p in every if p.stem == stem or (number and p.stem.startswith(f"{number}_"))]
+        if not matches:
+            raise ValueError(f"chapters: got {name!r}; takes any of {', '.join(p.stem for p in every)}")
+        found += matches
+    return list(dict.fromkeys(found))
+
+
+def run_notebook(path: Path, *, cell_timeout_s: float = 600.0, save_to: Path | None = None) -> ChapterRun:
+    """Execute a copy of the notebook in its own kernel, from the notebook's folder; the file stays as it is.
+
+    Errors of a cell, a dead kernel and a cell that takes longer than `cell_timeout_s` come back in the result.
+    Needs nbclient and ipykernel: ValueError names what to install.
+    """
+    try:
+        import nbformat
+        from jupyter_client.kernelspec import NoSuchKernel
+        from nbclient import NotebookClient
+        from nbclient.exceptions import CellControlSignal, DeadKernelError
+    except ImportError as error:
+        raise ValueError(f"run: {error.name} is not installed; takes `pip install -r requirements.txt`") from error
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook,
+        timeout=cell_timeout_s,
+        kernel_name=notebook.metadata.get("kernelspec", {}).get("name", "python3"),
+        resources={"metadata": {"path": str(path.parent)}},
+    )
+    started = time.perf_counter()
+    run = ChapterRun(path.stem, ok=True, seconds=0.0)
+    with _peak_memory(lambda: getattr(getattr(client.km, "provisioner", None), "pid", None)) as peak:
+        try:
+            # The kernel's own folder is notebooks/: this checkout's labkit comes first, installed or not.
+            paths = [str(DATA.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+            client.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
+        except (CellControlSignal, DeadKernelError, NoSuchKernel) as error:
+            run = replace(run, ok=False, **_first_error(notebook, error))
+    if save_to is not None:
+        save_to.mkdir(parents=True, exist_ok=True)
+        nbformat.write(notebook, save_to / path.name)
+    return replace(run, seconds=time.perf_counter() - started, peak_bytes=peak[0] or None)
+
+
+def _first_error(notebook: object, error: BaseException) -> dict[str, object]:
+    """The first error output and its code cell; for a dead kernel or a time-out, the cell that was running."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for number, cell in enumerate(code, 1):
+        for output in cell.outputs:
+            if output.output_type == "error":
+                says = f"{output.ename}: {output.evalue}"
+                return {"cell": number, "error": says, "traceback": str(error)}
+    begun = [n for n, cell in enumerate(code, 1) if "iopub.status.busy" in cell.metadata.get("execution", {})]
+    return {
+        "cell": max(begun, default=None),
+        "error": f"{type(error).__name__}: {error}",
+        "traceback": str(error),
+    }
+
+
+@contextmanager
+def _peak_memory(pid_of: Callable[[], int | None], every_s: float = 0.1) -> Iterator[list[int]]:
+    """Sample the resident memory of a process tree; the list's only item is the highest sum of bytes so far."""
+    import psutil
+
+    peak, stop = [0], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(every_s):
+            pid = pid_of()
+            try:
+                tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)] if pid else []
+                peak[0] = max(peak[0], sum(process.memory_info().rss for process in tree))
+            except psutil.Error:  # the kernel or a child ended between listing and reading
+                continue
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        stop.set()
+        thread.join()
+
+
+def runs_table(runs: Sequence[ChapterRun]) -> Table:
+    """A row a chapter."""
+    rows = []
+    for run in runs:
+        where = f"code cell {run.cell}: " if run.cell else ""
+        error = " ".join(run.error.split())
+        rows.append(
+            {
+                "chapter": run.chapter,
+                "result": "ok" if run.ok else "FAILED",
+                "seconds": f"{run.seconds:.1f}",
+                "peak memory": readable(run.peak_bytes, "bytes") if run.peak_bytes else "not read",
+                "first error": "" if run.ok else f"{where}{error}"[:_ERROR_CHARS],
+            }
+        )
+    return Table.of(rows, _COLUMNS)
+
+
+def write_report(runs: Sequence[ChapterRun], path: Path) -> Path:
+    """The table and each failure's traceback, as Markdown or as HTML by the file's ending; returns the path."""
+    from labkit import _check
+    from labkit.ledger import device_name, library_versions
+
+    title = f"labkit run, {datetime.now():%Y-%m-%d %H:%M}"
+    versions = ", ".join(f"{name} {version}" for name, version in library_versions().items())
+    machine = f"{device_name(_check.device('device', None))}; {versions}"
+    failed = [run for run in runs if not run.ok]
+    table = runs_table(runs)
+    if path.suffix == ".html":
+        details = "".join(f"<h2>{html.escape(r.chapter)}</h2><pre>{html.escape(_plain(r))}</pre>" for r in failed)
+        text = html_page(title, f"<p>{html.escape(machine)}</p>\n{table.html()}\n{details}")
+    else:
+        details = "".join(f"\n## {run.chapter}\n\n````\n{_plain(run)}\n````\n" for run in failed)
+        text = f"# {title}\n\n{machine}\n\n{table.markdown()}\n{details}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _plain(run: ChapterRun) -> str:
+    """The traceback without a terminal's colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", run.traceback)

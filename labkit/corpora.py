@@ -1,0 +1,139 @@
+"""Text to calibrate on and text to evaluate on, kept apart."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from labkit import _check
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NAMES = ("pydoc", "wikitext-2")
+SPLITS = ("calibration", "eval")
+# Whole topics, in this order: prose on several subjects that hardly repeats what other topics say. 23.8 k tokens of the
+# default model on Python 3.11, which leaves 89 k for calibration.
+_EVAL_TOPICS = (
+    "objects",
+    "import",
+    "strings",
+    "assignment",
+    "raise",
+    "calls",
+    "debugger",
+    "comparisons",
+    "typesmapping",
+    "execmodel",
+)
+# A learner's own file: this share of it, from its start, is for calibration.
+_CALIBRATION_SHARE = 0.8
+
+
+class CorpusUnavailable(RuntimeError):
+    """A text cannot be had here and now; the message says what to do."""
+
+
+def load_text(name: str | Path = "pydoc", split: str = "eval") -> str:
+    """A text. The two splits of one name share no paragraph.
+
+    name: "pydoc", the help topics that every CPython carries (English, 0.46 MB; it differs a little between Python
+    versions: record `text_sha256`); "wikitext-2", through the package `datasets` and a network, as the GPTQ paper
+    reads it (Frantar et al. 2023; the raw set, its lines joined with two newlines; "eval" is its test part and
+    "calibration" its training part); or a path to a UTF-8 text of your own, whose first four fifths are "calibration".
+    Errors: ValueError for another name or split and for a file that is not text; CorpusUnavailable (a RuntimeError).
+    """
+    _check.choice("split", split, SPLITS)
+    if name == "pydoc":
+        return _pydoc()[split]
+    if name == "wikitext-2":
+        return _wikitext(split)
+    takes = f"{_check.near(name, NAMES)}, or the path of a text file"
+    _check.require(isinstance(name, str | Path) and Path(name).is_file(), "name", str(name), takes)
+    return _own_file(Path(name), split)
+
+
+def text_sha256(text: str) -> str:
+    """Hex SHA-256 of a text in UTF-8: put it into a measurement, since "pydoc" differs between Python versions."""
+    _check.require(isinstance(text, str), "text", type(text).__name__, "a string")
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def token_batches(tokenizer: PreTrainedTokenizerBase, text: str, n_samples: int, seq_len: int, seed: int = 0) -> Tensor:
+    """Token ids of random windows, (n_samples, seq_len), int64: exactly n_samples, no two from the same place.
+
+    The text is tokenized whole, without special tokens; windows may overlap. The same seed gives the same windows.
+    Errors: ValueError if the text is too short for so many windows, with the numbers.
+    """
+    _check.require(callable(tokenizer), "tokenizer", type(tokenizer).__name__, "a tokenizer of transformers")
+    _check.require(isinstance(text, str), "text", type(text).__name__, "a string")
+    _check.integer("n_samples", n_samples, 1)
+    _check.integer("seq_len", seq_len, 1)
+    _check.integer("seed", seed, 0)
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids, dtype=torch.int64)
+    places = ids.numel() - seq_len + 1
+    takes = f"at least {seq_len + n_samples - 1} tokens for {n_samples} windows of {seq_len} from different places"
+    _check.require(places >= n_samples, "text", f"{ids.numel()} tokens", takes)
+    starts = torch.randperm(places, generator=torch.Generator().manual_seed(seed))[:n_samples]
+    return torch.stack([ids[start : start + seq_len] for start in starts.tolist()])
+
+
+def _paragraphs(text: str) -> list[str]:
+    return [paragraph.strip("\n") for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()]
+
+
+def _cleaned(topic: str) -> str:
+    """A topic without the rules under its headings and the space at its lines' ends."""
+    lines = (line.rstrip() for line in topic.splitlines())
+    return "\n".join(line for line in lines if not re.fullmatch(r"([*=\-~^+\"#])\1{3,}", line))
+
+
+@functools.cache
+def _pydoc() -> dict[str, str]:
+    """Both splits. Topics quote each other: a paragraph that stands in the evaluation part leaves the other."""
+    from pydoc_data.topics import topics
+
+    texts = {name: _paragraphs(_cleaned(topics[name])) for name in sorted(topics)}
+    evaluation = [paragraph for name in _EVAL_TOPICS for paragraph in texts.pop(name, ())]
+    held_out = {" ".join(paragraph.split()) for paragraph in evaluation}
+    others = [paragraph for name in texts for paragraph in texts[name]]
+    calibration = [paragraph for paragraph in others if " ".join(paragraph.split()) not in held_out]
+    return {"eval": "\n\n".join(evaluation), "calibration": "\n\n".join(calibration)}
+
+
+def _wikitext(split: str) -> str:
+    offline = '"pydoc" needs no network, and a path to a text file of your own works too'
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        message = (
+            f"wikitext-2 comes through the package `datasets`, which is not installed (pip install datasets); {offline}"
+        )
+        raise CorpusUnavailable(message) from error
+    part = {"eval": "test", "calibration": "train"}[split]
+    try:
+        lines = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split=part)["text"]
+    except Exception as error:  # `datasets` raises many kinds where there is no network
+        why = str(error).strip().splitlines()
+        message = f"wikitext-2 cannot be had ({why[0][:160] if why else type(error).__name__}): it takes a network once"
+        raise CorpusUnavailable(f"{message}; {offline}") from error
+    return "\n\n".join(lines)
+
+
+def _own_file(path: Path, split: str) -> str:
+    try:
+        paragraphs = _paragraphs(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"name: got {str(path)!r}, which is not UTF-8 text; takes a text file") from error
+    takes = "a text of at least two paragraphs with an empty line between them, so that it can be split"
+    _check.require(len(paragraphs) >= 2, "name", f"{path} with {len(paragraphs)} paragraphs", takes)
+    lengths = torch.tensor([len(paragraph) for paragraph in paragraphs]).cumsum(0)
+    cut = int((lengths <= _CALIBRATION_SHARE * lengths[-1]).sum())
+    cut = min(max(cut, 1), len(paragraphs) - 1)
+    return "\n\n".join(paragraphs[:cut] if split == "calibration" else paragraphs[cut:])

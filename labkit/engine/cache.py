@@ -1,0 +1,86 @@
+"""The static KV cache: allocated once, written in place, cropped by moving its end."""
+
+import torch
+import torch.nn.functional as F
+from transformers import PretrainedConfig
+
+from labkit import _check
+from labkit.hardware import describe
+
+
+class StaticKVCache:
+    """Keys and values of every layer, `(num_layers, batch, num_key_value_heads, max_length, head_dim)` each.
+
+    `length` counts the tokens held; slots past it are free. Errors: ValueError, with the bytes, where it does not fit.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, batch: int, max_length: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        _check.integer("batch", batch, 1)
+        _check.integer("max_length", max_length, 1)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (config.num_hidden_layers, batch, config.num_key_value_heads, max_length, head_dim)
+        _refuse_if_too_large(shape, dtype, device)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.batch, self.max_length, self.length = batch, max_length, 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Put `keys`, `values` `(batch, num_key_value_heads, q_len, head_dim)` at `slots (q_len,)`."""
+        self.keys[layer_idx].index_copy_(2, slots, keys)
+        self.values[layer_idx].index_copy_(2, slots, values)
+
+    def attend(
+        self, layer_idx: int, query: torch.Tensor, kv_len: int, mask: torch.Tensor | None, causal: bool
+    ) -> torch.Tensor:
+        """Attention of `query (batch, num_attention_heads, q_len, head_dim)` over the first `kv_len` slots.
+
+        `mask (q_len, kv_len)` is True where a query may look. K and V are never repeated: a single query's heads that
+        share a KV head become the rows of one small attention.
+        """
+        keys, values = self.keys[layer_idx, :, :, :kv_len], self.values[layer_idx, :, :, :kv_len]
+        batch, heads, q_len, head_dim = query.shape
+        if q_len > 1:
+            return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=causal, enable_gqa=True)
+        grouped = query.reshape(batch, keys.shape[1], -1, head_dim)
+        return F.scaled_dot_product_attention(grouped, keys, values, mask).reshape(batch, heads, 1, head_dim)
+
+    def crop(self, length: int) -> None:
+        """Forget every token from `length` on."""
+        self.length = _check.integer("length", length, 0, self.length)
+
+    def fill(self, length: int, seed: int = 0) -> None:
+        """Hold `length` tokens of random keys and values: for timing, which does not depend on what they are."""
+        _check.integer("length", length, 0, self.max_length)
+        generator = torch.Generator(self.keys.device).manual_seed(_check.integer("seed", seed, 0))
+        self.keys[..., :length, :].normal_(generator=generator)
+        self.values[..., :length, :].normal_(generator=generator)
+        self.length = length
+
+    def grown(self, max_length: int) -> "StaticKVCache":
+        """A copy with room for `max_length` tokens."""
+        larger = object.__new__(StaticKVCache)
+        shape = (*self.keys.shape[:3], max_length, self.keys.shape[4])
+        _refuse_if_too_large(shape, self.keys.dtype, self.keys.device)
+        larger.keys, larger.values = self.keys.new_zeros(shape), self.values.new_zeros(shape)
+        larger.keys[..., : self.length, :] = self.keys[..., : self.length, :]
+        larger.values[..., : self.length, :] = self.values[..., : self.length, :]
+        larger.batch, larger.max_length, larger.length = self.batch, max_length, self.length
+        return larger
+
+
+def _refuse_if_too_large(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    layers, batch, heads, max_length, head_dim = shape
+    per_token = 2 * layers * heads * head_dim * dtype.itemsize
+    needed, free = per_token * batch * max_length, describe(device).free_bytes
+    if needed > free:
+        raise ValueError(
+            f"max_length: got {max_length} tokens for a batch of {batch}; takes at most {free // (per_token * batch)}: "
+            f"the KV cache would need {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free on {device}"
+        )

@@ -1,0 +1,250 @@
+"""`Decoder`: prefill, then one token at a time, over a static KV cache; on a GPU from a CUDA graph."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from labkit import _check
+from labkit.engine.cache import StaticKVCache
+from labkit.engine.graph import DecodeGraphs
+from labkit.engine.sampling import check_sampling, sample
+from labkit.engine.step import StepInput, check_model, collect_ops, no_mark, rotary_table, run_step
+from labkit.measure import synchronize, track_peak
+from labkit.models import LoadedModel
+
+# A cache grows by whole blocks of this many tokens, so that a generation that goes on does not copy it at every call.
+_GROWTH = 256
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """`sequences (batch, prompt + new)`; seconds to the first token, and per token after it; new tokens of all rows
+    over the whole time; the most memory in use while it ran (the allocator's on a GPU, the process's resident set on a
+    CPU, None where the system does not tell)."""
+
+    sequences: torch.Tensor
+    ttft_s: float
+    tpot_s: float
+    tokens_per_second: float
+    peak_bytes: int | None
+
+
+class Decoder:
+    """Runs a Llama-family `transformers` model (or a `LoadedModel`) step by step.
+
+    `cache` is made and grown as needed unless one is given; `cuda_graph` None means: where there is a GPU. The model's
+    modules are looked up here, once: after replacing some (quantizing in place), make a new Decoder. Errors: ValueError
+    for a model whose step this does not compute exactly.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | LoadedModel,
+        *,
+        cache: StaticKVCache | None = None,
+        cuda_graph: bool | None = None,
+    ) -> None:
+        self.model = check_model(model.model if isinstance(model, LoadedModel) else model)
+        self._ops = collect_ops(self.model)
+        weight = self.model.model.embed_tokens.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        on_gpu = self.device.type == "cuda"
+        _check.require(cuda_graph in (None, True, False), "cuda_graph", cuda_graph, "True, False or None")
+        _check.require(
+            on_gpu or not cuda_graph, "cuda_graph", cuda_graph, f"None or False for a model on {self.device}"
+        )
+        self._graphs = DecodeGraphs() if on_gpu and cuda_graph is not False else None
+        self.cache: StaticKVCache | None = None
+        self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+        if cache is not None:
+            self._adopt(cache)
+
+    @property
+    def length(self) -> int:
+        """Tokens held in the cache."""
+        return self.cache.length if self.cache else 0
+
+    def _adopt(self, cache: StaticKVCache) -> None:
+        self.cache = cache
+        self._rotary = rotary_table(self.model, cache.max_length)
+        if self._graphs is not None:
+            self._graphs.clear()
+
+    def reserve(self, batch: int, max_length: int) -> None:
+        """Make room for `max_length` tokens of `batch` rows, keeping what is held if the batch is the same.
+
+        Errors: ValueError where the length passes the model's positions or the memory that is free.
+        """
+        _check.integer("batch", batch, 1)
+        _check.integer("max_length", max_length, 1, self.model.config.max_position_embeddings)
+        if self.cache is not None and self.cache.batch == batch and self.cache.max_length >= max_length:
+            return
+        rounded = min(-(-max_length // _GROWTH) * _GROWTH, self.model.config.max_position_embeddings)
+        if self.cache is not None and self.cache.batch == batch:
+            self._adopt(self.cache.grown(rounded))
+        else:
+            self.cache = None
+            config = self.model.config
+            self._adopt(StaticKVCache(config, batch, rounded, dtype=self.dtype, device=self.device))
+
+    def crop(self, length: int) -> None:
+        """Forget every token from `length` on; the next step continues from there."""
+        _check.integer("length", length, 0, self.length)
+        if self.cache is not None:
+            self.cache.crop(length)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.crop(0)
+
+    def fill_cache(self, batch: int, length: int, seed: int = 0) -> None:
+        """Hold `length` random tokens' K and V for `batch` rows: to time a step at a context without a prefill."""
+        self.reserve(batch, max(1, length))
+        self.cache.fill(length, seed)
+
+    def _check_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        _check.tensor("tokens", tokens, ndim=2, dtypes=(torch.int64, torch.int32))
+        _check.require(tokens.numel() > 0, "tokens", tuple(tokens.shape), "at least one token of at least one row")
+        if self.length:
+            takes = f"{self.cache.batch} rows, as the cache holds; or call reset() first"
+            _check.require(tokens.shape[0] == self.cache.batch, "tokens", f"{tokens.shape[0]} rows", takes)
+        vocab = self.model.config.vocab_size
+        if tokens.device.type == "cpu":
+            in_range = 0 <= int(tokens.min()) and int(tokens.max()) < vocab
+            _check.require(in_range, "tokens", f"ids {int(tokens.min())} to {int(tokens.max())}", f"0 to {vocab - 1}")
+        return tokens.to(self.device, torch.int64)
+
+    def _where(self, q_len: int, tree_mask: torch.Tensor | None) -> StepInput:
+        """Slots, positions and mask of the next `q_len` tokens."""
+        past, cos, sin = self.length, *self._rotary
+        slots = torch.arange(past, past + q_len, device=self.device)
+        positions, mask = slots, None
+        if tree_mask is not None:
+            allowed = check_tree_mask(tree_mask, q_len).to(self.device)
+            # A draft token stands as deep as it has ancestors, whatever its slot.
+            positions = past + allowed.sum(-1) - 1
+            mask = torch.cat((allowed.new_ones(q_len, past), allowed), dim=1)
+        elif q_len > 1 and past:
+            mask = torch.ones(q_len, past + q_len, dtype=torch.bool, device=self.device).tril(past)
+        causal = mask is None and q_len > 1
+        return StepInput(slots, cos[positions], sin[positions], past + q_len, mask, causal)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        *,
+        tree_mask: torch.Tensor | None = None,
+        return_hidden: bool = False,
+        logits_to_keep: int | None = None,
+        mark: Callable[[str], None] = no_mark,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Append `tokens (batch, q_len)` to the cache and return their logits `(batch, q_len, vocab)`.
+
+        `tree_mask (q_len, q_len)`, bool, makes the new tokens a tree: row i is True at i and at i's ancestors, which
+        stand before it; every token sees all that the cache held before. `return_hidden` adds the hidden states
+        `(batch, q_len, hidden_size)` after the final norm. `logits_to_keep` leaves out all but the last logits.
+        """
+        tokens = self._check_tokens(tokens)
+        batch, q_len = tokens.shape
+        if logits_to_keep is not None:
+            _check.integer("logits_to_keep", logits_to_keep, 1, q_len)
+        self.reserve(batch, self.length + q_len)
+        plain = tree_mask is None and not return_hidden and mark is no_mark
+        if self._graphs is not None and q_len == 1 and plain and self.length:
+            logits = self._graphs.run(self._ops, tokens, self.cache, self._rotary)
+            self.cache.length += 1
+            return logits
+        at = self._where(q_len, tree_mask)
+        logits, hidden = run_step(self._ops, tokens, at, self.cache, logits_to_keep=logits_to_keep, mark=mark)
+        self.cache.length += q_len
+        return (logits, hidden) if return_hidden else logits
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        eos_token_id: int | Sequence[int] | None = None,
+        streamer: BaseStreamer | None = None,
+        seed: int | None = None,
+    ) -> GenerationResult:
+        """Continue `input_ids (batch, prompt)`, rows of one length, by up to `max_new_tokens`; temperature 0 is greedy.
+
+        Starts from an empty cache. Stops when every row has made an `eos_token_id`; a row that stopped earlier is
+        padded with it. `streamer` is fed as `transformers.generate` feeds it: the prompt, then each step's tokens.
+        """
+        _check.integer("max_new_tokens", max_new_tokens, 1)
+        check_sampling(temperature, top_k, top_p)
+        self.reset()
+        input_ids = self._check_tokens(input_ids)
+        batch, prompt = input_ids.shape
+        stop = _eos_ids(eos_token_id, self.device)
+        self.reserve(batch, prompt + max_new_tokens)
+        generator = _generator(self.device, seed)
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        steps, times = [input_ids], []
+        finished = torch.zeros(batch, dtype=torch.bool, device=self.device)
+        with track_peak(self.device) as peak:
+            synchronize(self.device)
+            begin = time.perf_counter()
+            tokens = input_ids
+            for _ in range(max_new_tokens):
+                logits = self.forward(tokens, logits_to_keep=1)[:, -1]
+                token = sample(logits, temperature, top_k, top_p, generator)
+                if stop is not None:
+                    token = torch.where(finished, stop[0], token)
+                    finished |= torch.isin(token, stop)
+                steps.append(tokens := token[:, None])
+                synchronize(self.device)
+                times.append(time.perf_counter() - begin)
+                if streamer is not None:
+                    streamer.put(token.cpu())
+                if stop is not None and bool(finished.all()):
+                    break
+        if streamer is not None:
+            streamer.end()
+        ttft, total, new = times[0], times[-1], len(times)
+        tpot = (total - ttft) / (new - 1) if new > 1 else float("nan")
+        return GenerationResult(torch.cat(steps, dim=1), ttft, tpot, batch * new / total, peak.bytes)
+
+
+def check_tree_mask(tree_mask: torch.Tensor, q_len: int) -> torch.Tensor:
+    """A bool `(q_len, q_len)` mask in which every token sees itself, no later one, and all its ancestors' ancestors."""
+    _check.tensor("tree_mask", tree_mask, ndim=2, dtypes=(torch.bool,))
+    shape = tuple(tree_mask.shape)
+    _check.require(shape == (q_len, q_len), "tree_mask", f"shape {shape}", f"({q_len}, {q_len}), one row a token")
+    _check.require(
+        bool(tree_mask.diagonal().all()), "tree_mask", "a False on the diagonal", "True at every token itself"
+    )
+    _check.require(not bool(tree_mask.triu(1).any()), "tree_mask", "a token that sees a later one", "ancestors first")
+    reach = (tree_mask.float() @ tree_mask.float()) > 0
+    _check.require(
+        torch.equal(reach, tree_mask), "tree_mask", "a token without its ancestors' ancestors", "whole paths"
+    )
+    return tree_mask
+
+
+def _eos_ids(eos_token_id: int | Sequence[int] | None, device: torch.device) -> torch.Tensor | None:
+    if eos_token_id is None:
+        return None
+    ids = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    _check.require(bool(ids), "eos_token_id", eos_token_id, "a token id, several, or None")
+    return torch.tensor([_check.integer("eos_token_id", i, 0) for i in ids], device=device)
+
+
+def _generator(device: torch.device, seed: int | None) -> torch.Generator:
+    generator = torch.Generator(device)
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(_check.integer("seed", seed, 0))
+    return generator

@@ -1,0 +1,70 @@
+"""Where a step's time goes: the real step, with a clock after each op."""
+
+import time
+
+import torch
+
+from labkit import _check
+from labkit.engine.decode import Decoder
+from labkit.measure import Timing, device_lock, synchronize
+
+# Long enough for the host to queue a whole step behind it, so that an event stands at its kernel's end, not at the
+# moment when the host got round to launching it.
+_HEAD_START_CYCLES = 100_000_000
+
+
+class _HostClock:
+    """Marks by the clock: right where an op has finished when its call returns, as on a CPU."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[str, float]] = []
+
+    def mark(self, name: str) -> None:
+        self.marks.append((name, time.perf_counter()))
+
+    def seconds(self) -> list[tuple[str, float]]:
+        pairs = zip(self.marks, self.marks[1:], strict=False)
+        return [(name, after - before) for (_, before), (name, after) in pairs]
+
+
+class _EventClock:
+    """Marks by CUDA events on a stream that is kept busy until the whole step is queued."""
+
+    def __init__(self) -> None:
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+        self.marks: list[tuple[str, torch.cuda.Event]] = []
+
+    def mark(self, name: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.marks.append((name, event))
+
+    def seconds(self) -> list[tuple[str, float]]:
+        torch.cuda.synchronize()
+        pairs = zip(self.marks, self.marks[1:], strict=False)
+        return [(name, before.elapsed_time(after) / 1e3) for (_, before), (name, after) in pairs]
+
+
+def op_times(decoder: Decoder, tokens: torch.Tensor, *, repeats: int = 5, warmup: int = 1) -> dict[str, Timing]:
+    """Seconds of each op of one step of `tokens (batch, q_len)` on top of what the cache holds, summed over layers.
+
+    Names are those of `labkit.roofline.op_costs`. Each repeat runs the whole step, so that every weight comes from
+    memory as it does in decoding, and is then cropped away. The ops do not run from a CUDA graph here.
+    """
+    _check.integer("repeats", repeats, 1)
+    _check.integer("warmup", warmup, 0)
+    length, kept = decoder.length, 1
+    samples: dict[str, list[float]] = {}
+    with device_lock(decoder.device):
+        for repeat in range(warmup + repeats):
+            synchronize(decoder.device)
+            clock = _EventClock() if decoder.device.type == "cuda" else _HostClock()
+            decoder.forward(tokens, logits_to_keep=kept, mark=clock.mark)
+            decoder.crop(length)
+            step: dict[str, float] = {}
+            for name, seconds in clock.seconds():
+                step[name] = step.get(name, 0.0) + seconds
+            if repeat >= warmup:
+                for name, seconds in step.items():
+                    samples.setdefault(name, []).append(seconds)
+    return {name: Timing.of(seconds) for name, seconds in samples.items()}

@@ -1,0 +1,45 @@
+"""From logits to the next token: temperature, top-k, top-p, in the order `transformers` applies them."""
+
+import torch
+
+from labkit import _check
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """Refuse what is out of range: temperature from 0 (greedy), top_k from 0 (off), top_p above 0 up to 1 (off)."""
+    _check.number("temperature", temperature, 0.0)
+    _check.integer("top_k", top_k, 0)
+    _check.number("top_p", top_p, 0.0, 1.0)
+    _check.require(top_p > 0, "top_p", top_p, "a number above 0 and up to 1")
+
+
+def probabilities(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+    """The distribution `(..., vocab)` that sampling draws from, in float32; temperature 0 is all on the first maximum.
+
+    Top-k keeps the k largest logits; top-p then keeps the fewest tokens whose probabilities reach p (Holtzman et al.,
+    2020, section 3.1), the most likely one always among them.
+    """
+    logits = logits.float()
+    if temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    logits = logits / temperature
+    if top_k:
+        kth = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    probs = logits.softmax(-1)
+    if top_p < 1:
+        ordered, order = probs.sort(-1, descending=True, stable=True)
+        # A token goes once those before it have reached p, so that the one that crosses p stays.
+        dropped = ordered.cumsum(-1) - ordered >= top_p
+        probs = probs.masked_fill(dropped.scatter(-1, order, dropped), 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
+
+
+def sample(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
+) -> torch.Tensor:
+    """One token a row: `logits (batch, vocab)` to `(batch,)`."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    return torch.multinomial(probabilities(logits, temperature, top_k, top_p), 1, generator=generator).squeeze(-1)

@@ -1,0 +1,49 @@
+"""Exercises: `check(name, answer)` tests an answer against properties, `hint(name)` helps, `status()` tells how far.
+
+How a notebook uses them. The cell tagged `exercise:<name>` holds the stub and nothing else; the cell after it is
+`check("<name>", <answer>)`. `SOLUTIONS["<name>"]` in `tests/solutions/chNN.py` is the text that replaces the tagged
+cell when a chapter is run with its solutions, so that stub and solution define the same names.
+"""
+
+from labkit import _check
+from labkit.exercises import ch01
+from labkit.exercises._exercise import Exercise, Failed, NotAttempted
+from labkit.exercises._session import NOT_ATTEMPTED, CheckResult, Hints, Session, Status
+
+__all__ = ["EXERCISES", "CheckResult", "check", "hint", "status"]
+
+EXERCISES: dict[str, Exercise] = {exercise.name: exercise for exercise in (*ch01.EXERCISES,)}
+_this_session = Session()
+
+
+def _find(name: str) -> Exercise:
+    return EXERCISES[_check.choice("name", name, list(EXERCISES))]
+
+
+def check(name: str, answer: object) -> CheckResult:
+    """Test an answer; the result says what holds, or the first property that does not.
+
+    An untouched stub (None, `...`, a function that returns nothing or raises NotImplementedError) is "not attempted
+    yet". Nothing that an answer does is raised into the notebook, an interrupt apart. Errors: ValueError for an unknown
+    name.
+    """
+    exercise = _find(name)
+    try:
+        result = CheckResult(name, True, exercise.test(answer))
+    except NotAttempted:
+        result = CheckResult(name, None, NOT_ATTEMPTED)
+    except Failed as failure:
+        result = CheckResult(name, False, str(failure))
+    except (Exception, SystemExit) as error:
+        result = CheckResult(name, False, f"the check stopped with {type(error).__name__}: {error}")
+    return _this_session.record(result)
+
+
+def hint(name: str) -> Hints:
+    """One hint more at each call, from a nudge to nearly the answer. Errors: ValueError for an unknown name."""
+    return _this_session.next_hint(_find(name))
+
+
+def status() -> Status:
+    """Every exercise: passed, tried or not, and hints taken, in this session."""
+    return _this_session.status(list(EXERCISES.values()))

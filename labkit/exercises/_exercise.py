@@ -1,0 +1,119 @@
+"""What an exercise is made of: its text and hints, a check that raises on the first property that fails, and probes."""
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import labkit
+
+_PACKAGE = Path(labkit.__file__).parent
+
+
+class NotAttempted(Exception):
+    """The stub is as it was: nothing to test."""
+
+
+class Failed(Exception):
+    """A property does not hold; the message says which, to the learner."""
+
+
+def expect(ok: bool, message: str) -> None:
+    """Fail with `message` unless `ok`."""
+    if not ok:
+        raise Failed(message)
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """`task` is the one-line text, `signature` what the learner writes; `test` takes the answer, raises Failed or
+    NotAttempted, and returns what to say when all holds. `hints` go from a nudge to nearly the answer."""
+
+    name: str
+    chapter: int
+    task: str
+    signature: str
+    hints: tuple[str, ...]
+    test: Callable[[object], str]
+
+
+class Answer:
+    """A learner's function, called by a check.
+
+    An untouched stub (None, `...`, NotImplementedError, or a function that returns nothing) raises NotAttempted; once
+    it has answered, returning nothing is a fault like any other. What the function raises becomes Failed.
+    """
+
+    def __init__(self, function: object, signature: str) -> None:
+        self.signature = signature
+        self.answered = False
+        if function is None or function is Ellipsis:
+            raise NotAttempted
+        expect(callable(function), f"pass the function itself, {signature}; got {_short(function)}")
+        self.function: Callable[..., object] = function
+
+    def __call__(self, *args: object) -> object:
+        try:
+            value = self.function(*args)
+        except NotImplementedError:
+            if not self.answered:
+                raise NotAttempted from None
+            value = None
+        except Exception as error:
+            text = f"your function raised {type(error).__name__}: {error}"
+            hint = f" (it is called as {self.signature})" if isinstance(error, TypeError) else ""
+            raise Failed(text + hint) from error
+        if value is None or value is Ellipsis:
+            if not self.answered:
+                raise NotAttempted
+            raise Failed("your function returned nothing for some arguments: does every branch return?")
+        self.answered = True
+        return value
+
+    def number(self, *args: object) -> float:
+        """Its value as a positive, finite float."""
+        return as_number(self(*args), "your function's result")
+
+
+def as_number(value: object, what: str) -> float:
+    """A positive, finite float; one-element tensors and numpy numbers will do."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise Failed(f"{what} should be a number; got {_short(value)}") from None
+    expect(math.isfinite(number) and number > 0, f"{what} should be a positive, finite number; got {number:g}")
+    return number
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def near(value: float, target: float, tolerance: float = 1e-6) -> bool:
+    """Within `tolerance` of the target, relatively."""
+    return math.isclose(value, target, rel_tol=tolerance, abs_tol=0.0)
+
+
+def without_labkit(function: Callable[[], object], modules: tuple[str, ...]) -> object:
+    """Call `function` and fail if code of those modules of labkit ran: the point is to write it, not to call it.
+
+    Python's profiler sees a call however it was imported; a name that was replaced would only catch some ways.
+    """
+    files = {str(_PACKAGE / f"{module}.py") for module in modules}
+    called: list[str] = []
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename in files:
+            called.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        value = function()
+    finally:
+        sys.setprofile(before)
+    expect(not called, f"write it yourself: your function called labkit's own {called[0] if called else ''}")
+    return value

@@ -1,0 +1,23 @@
+"""Kernels: one room an op, each with a reference that defines it and backends that run it.
+
+An op takes `backend="auto"` or a name. `choose_backend` says which one `auto` would take on these tensors, and why; a
+backend asked for by name never falls back in silence, it raises `BackendUnavailable`.
+"""
+
+import importlib
+
+import torch
+
+from labkit import _check
+from labkit.kernels._backend import BackendUnavailable, Choice
+from labkit.kernels.dense_linear import dense_linear
+
+OPS = ("dense_linear",)
+
+__all__ = ["OPS", "BackendUnavailable", "Choice", "choose_backend", "dense_linear"]
+
+
+def choose_backend(op: str, *tensors: torch.Tensor) -> Choice:
+    """The backend that `op(*tensors, backend="auto")` would run, and the reason."""
+    _check.choice("op", op, OPS)
+    return importlib.import_module(f"labkit.kernels.{op}").choose(*tensors)

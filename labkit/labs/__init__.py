@@ -1,0 +1,20 @@
+"""Interactive labs, one file a lab. Each function returns an ipywidgets widget that measures as its knobs move.
+
+ipywidgets and plotly are imported when a lab is first asked for, not before.
+"""
+
+import importlib
+
+_MODULE_OF = {"roofline_lab": "labkit.labs.roofline"}
+
+__all__ = [*_MODULE_OF]
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    raise AttributeError(f"module 'labkit.labs' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

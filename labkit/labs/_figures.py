@@ -1,0 +1,82 @@
+"""How every figure of the course looks: one template, one colour a technique or op family, and its static picture."""
+
+import logging
+import math
+import threading
+
+import plotly.graph_objects as go
+
+# Okabe and Ito's palette, which stays apart under the common kinds of colour blindness.
+BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, YELLOW = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#F0E442",
+)
+INK, MUTED, GRID = "#1b1b1b", "#6b6b6b", "#e4e4e4"
+
+# A colour stands for the same thing in every chapter; what is compared with it beside a colour also has its own shape,
+# dash or place, so that no figure is read by colour alone.
+COLOURS = {
+    "MLP": ORANGE,
+    "projections": BLUE,
+    "attention": PURPLE,
+    "LM head": GREEN,
+    "elementwise": SKY,
+    "other": MUTED,
+    "ceiling": INK,
+}
+
+TEMPLATE = go.layout.Template(
+    layout=go.Layout(
+        font={"family": "Helvetica, Arial, sans-serif", "size": 14, "color": INK},
+        title={"font": {"size": 17}, "x": 0.01, "xanchor": "left"},
+        paper_bgcolor="white",
+        plot_bgcolor="white",
+        colorway=[BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION],
+        xaxis={"gridcolor": GRID, "linecolor": MUTED, "ticks": "outside", "tickcolor": MUTED, "zeroline": False},
+        yaxis={"gridcolor": GRID, "linecolor": MUTED, "ticks": "outside", "tickcolor": MUTED, "zeroline": False},
+        hoverlabel={"font": {"size": 13}, "align": "left", "bgcolor": "white"},
+        legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top", "font": {"size": 13}},
+        margin={"l": 70, "r": 20, "t": 60, "b": 60},
+    )
+)
+
+
+def log_range(low: float, high: float) -> tuple[float, float]:
+    """Axis range for a logarithmic plotly axis, which takes exponents of ten."""
+    return math.log10(low), math.log10(high)
+
+
+_PNG_TIMEOUT_S = 25.0
+_png_broken = threading.Event()
+
+
+def to_png(figure: go.Figure, *, width: int = 1100, height: int | None = None) -> bytes | None:
+    """The figure as PNG, drawn by plotly's renderer (kaleido), which needs Chromium; None where it cannot be drawn.
+
+    Takes about 2 s, most of it the browser's start. After one failure it is not tried again in this process, so that a
+    machine without a browser pays once.
+    """
+    if _png_broken.is_set():
+        return None
+    picture: list[bytes] = []
+    plain = go.Figure(figure.to_dict())
+    height = height or plain.layout.height or 480
+
+    def draw() -> None:
+        try:
+            picture.append(plain.to_image(format="png", width=width, height=height, scale=1))
+        except Exception as error:  # whatever is wrong with the browser, the lab goes on without a picture
+            logging.getLogger(__name__).debug("no static picture: %s", error)
+
+    thread = threading.Thread(target=draw, name="labkit-png", daemon=True)
+    thread.start()
+    thread.join(_PNG_TIMEOUT_S)
+    if not picture:
+        _png_broken.set()
+        return None
+    return picture[0]

@@ -1,0 +1,90 @@
+"""What a lab's `compute` yields, and the forms in which a result leaves the lab. No widgets here."""
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from labkit.measure import Measurement
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What `compute` is doing now; `fraction` is how far it is, from 0 to 1, or None when that is not known."""
+
+    text: str
+    fraction: float | None = None
+
+
+@dataclass(frozen=True)
+class Number:
+    """One figure of a result as a learner reads it.
+
+    `key` and `exact` are for whoever checks the lab by machine: the name, and the value before rounding.
+    """
+
+    key: str
+    label: str
+    text: str
+    exact: float
+    group: str = ""
+    note: str = ""
+
+
+class LabResult(Protocol):
+    """A complete result. `compute` may yield several for one setting, each firmer than the one before."""
+
+    def numbers(self) -> list[Number]:
+        """The few figures shown above the figure, in order, grouped by `Number.group`."""
+
+    def text(self) -> str:
+        """The whole result as plain text: what a printout shows in place of the widget."""
+
+    def rows(self) -> list[dict[str, object]]:
+        """The whole result as table rows, parameters included: what Export CSV writes."""
+
+    def measurements(self) -> list[Measurement]:
+        """What goes to the ledger once the result is final, parameters included."""
+
+
+Compute = Callable[[object, Callable[[], bool]], Iterator["Progress | LabResult"]]
+
+
+def to_csv(results: Iterable[LabResult]) -> str:
+    """All results as one CSV table; columns are the union of what the rows have, in order of appearance."""
+    rows: list[Mapping[str, object]] = [row for result in results for row in result.rows()]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def si(value: float, unit: str, digits: int = 3) -> str:
+    """`value` with a decimal prefix and `digits` significant digits: si(5898240, "B") is "5.90 MB"."""
+    for factor, prefix in _PREFIXES:
+        # Rounding first, so that 999.9996 M becomes 1.00 G and not 1000 M.
+        if float(f"{abs(value):.{digits - 1}e}") >= factor:
+            return f"{_significant(value / factor, digits)} {prefix}{unit}"
+    return f"{_significant(value, digits)} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """`seconds` in s, ms or µs with three significant digits."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= factor:
+            return f"{_significant(seconds / factor, 3)} {unit}"
+    return f"{_significant(seconds / 1e-6, 3)} µs"
+
+
+def _significant(value: float, digits: int) -> str:
+    """`value` rounded to `digits` significant digits, without an exponent and with trailing zeros kept."""
+    if value == 0:
+        return "0"
+    exponent = int(f"{abs(value):.{digits - 1}e}".split("e")[1])
+    return f"{value:,.{max(0, digits - 1 - exponent)}f}"

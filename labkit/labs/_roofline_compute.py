@@ -1,0 +1,190 @@
+"""What `roofline_lab` measures: a decode step and a prefill, whole and op by op. No widgets here."""
+
+import copy
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from labkit.engine import Decoder, op_times
+from labkit.hardware import Ceilings, datasheet, describe, measure_ceilings
+from labkit.labs._result import Progress, duration, si
+from labkit.labs._roofline_result import OpPoint, PhaseResult, RooflineParams, RooflineResult
+from labkit.measure import Timing, synchronize
+from labkit.models import LoadedModel, load_model
+from labkit.roofline import memory_bytes, op_costs, time_floor
+
+Cancelled = Callable[[], bool]
+
+# One prefill may take this long by the roof; a longer prompt is cut, and the lab says so.
+_PREFILL_FLOOR_S = 0.7
+# Time for the repeats of one phase: half for the whole step, half for the step op by op.
+_PHASE_BUDGET_S = 0.7
+_HEADROOM = 0.9  # of the memory that is free
+
+
+@functools.lru_cache(maxsize=8)
+def _load_once(name: str, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """One copy of a model a process, dtype and device, whichever labs ask for it."""
+    return load_model(name, dtype=dtype, device=device)
+
+
+class RooflineCompute:
+    """`compute` of the lab: `compute(params, cancelled)` yields Progress and RooflineResult, decode before prefill.
+
+    `model` is a name for `load_model` or a loaded model, which serves its own dtype and is copied for the others.
+    The decoders of the latest dtype are kept, and with them the cache's memory.
+    """
+
+    def __init__(
+        self,
+        model: str | LoadedModel,
+        device: torch.device,
+        *,
+        free_bytes: Callable[[], int] | None = None,
+    ) -> None:
+        self._given = model
+        self._device = device
+        self._free_bytes = free_bytes or (lambda: describe(device).free_bytes)
+        self._copies: dict[torch.dtype, LoadedModel] = {}
+        self._decoders: tuple[torch.dtype, Decoder, Decoder] | None = None
+
+    def __call__(self, params: RooflineParams, cancelled: Cancelled) -> Iterator[Progress | RooflineResult]:
+        dtype = getattr(torch, params.dtype)
+        yield Progress(f"Loading {params.model} in {params.dtype}", 0.05)
+        decoder, prefiller = self._decoders_for(dtype)
+        yield Progress("Measuring this machine's ceilings (about 2 s, once)", 0.1)
+        ceilings = measure_ceilings(self._device)
+        if cancelled():
+            return
+        config = decoder.model.config
+        self._refuse_if_too_large(config, params, decoder)
+        cache = "Filling the KV cache: {} tokens for each of {} sequences"
+        yield Progress(cache.format(params.seq_len - 1, params.batch), 0.25)
+        decoder.fill_cache(params.batch, params.seq_len - 1)
+        if cancelled():
+            return
+        yield Progress("Decode step, whole and op by op", 0.4)
+        decode = self._phase("decode", decoder, params, ceilings, params.batch, 1, cancelled)
+        if decode is None:
+            return
+        sheet = datasheet(self._device)
+        found = functools.partial(RooflineResult, params, str(self._device), ceilings, sheet, decode)
+        yield found()
+        length = self._prefill_length(config, params, ceilings)
+        yield Progress(f"Prefill of {length} tokens, whole and op by op", 0.7)
+        prefiller.reset()
+        prefill = self._phase("prefill", prefiller, params, ceilings, 1, length, cancelled)
+        if prefill is not None:
+            yield found(prefill)
+
+    def _decoders_for(self, dtype: torch.dtype) -> tuple[Decoder, Decoder]:
+        """One decoder for decode and one for prefill, each with its cache, over one model."""
+        if self._decoders is None or self._decoders[0] != dtype:
+            self._decoders = None
+            loaded = self._model_in(dtype)
+            self._decoders = dtype, Decoder(loaded), Decoder(loaded)
+        return self._decoders[1:]
+
+    def _model_in(self, dtype: torch.dtype) -> LoadedModel:
+        if isinstance(self._given, str):
+            return _load_once(self._given, dtype, self._device)
+        if self._given.model.dtype == dtype:
+            return self._given
+        if dtype not in self._copies:
+            model = copy.deepcopy(self._given.model).to(dtype)
+            self._copies[dtype] = LoadedModel(model, self._given.tokenizer, self._given.name)
+        return self._copies[dtype]
+
+    def _refuse_if_too_large(self, config: object, params: RooflineParams, decoder: Decoder) -> None:
+        """ValueError with the bytes and a batch or a length that would fit. The weights are loaded already."""
+        cache = decoder.cache
+        if cache is not None and cache.batch == params.batch and cache.max_length >= params.seq_len:
+            return
+        decoder.cache = cache = None
+        free = self._free_bytes()
+
+        def needed(batch: int, seq_len: int) -> int:
+            memory = memory_bytes(config, params.dtype, batch, seq_len, q_len=1)
+            return memory.total - memory.weights
+
+        def largest(value: int, fits: Callable[[int], bool]) -> int:
+            while value > 0 and not fits(value):
+                value //= 2
+            return value
+
+        def room(batch: int, seq_len: int) -> bool:
+            return needed(batch, seq_len) <= _HEADROOM * free
+
+        if not room(params.batch, params.seq_len):
+            batch = largest(params.batch, lambda value: room(value, params.seq_len))
+            seq_len = largest(params.seq_len, lambda value: room(params.batch, value))
+            raise ValueError(
+                f"batch: got {params.batch} with seq_len {params.seq_len} in {params.dtype}, which needs "
+                f"{si(needed(params.batch, params.seq_len), 'B')} beside the weights where {si(free, 'B')} are free; "
+                f"takes at most batch {batch} at this length, or length {seq_len} at this batch"
+            )
+
+    def _prefill_length(self, config: object, params: RooflineParams, ceilings: Ceilings) -> int:
+        """The prompt's length, halved until the roof lets it run within the budget."""
+        length = params.seq_len
+        while length > 16 and self._floor(config, params, ceilings, length) > _PREFILL_FLOOR_S:
+            length //= 2
+        return length
+
+    @staticmethod
+    def _floor(config: object, params: RooflineParams, ceilings: Ceilings, length: int) -> float:
+        costs = op_costs(config, batch=1, q_len=length, kv_len=length, dtype=params.dtype, logits_to_keep=1)
+        return time_floor(costs, ceilings, params.dtype)
+
+    def _phase(
+        self,
+        phase: str,
+        decoder: Decoder,
+        params: RooflineParams,
+        ceilings: Ceilings,
+        batch: int,
+        q_len: int,
+        cancelled: Cancelled,
+    ) -> PhaseResult | None:
+        """Time one kind of step on top of what the decoder holds; None when cancelled."""
+        config = decoder.model.config
+        kv_len = decoder.length + q_len
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(config.vocab_size, (batch, q_len), generator=generator)
+        steps = _time_steps(decoder, tokens, _PHASE_BUDGET_S / 2, cancelled)
+        if steps is None or cancelled():
+            return None
+        repeats = min(7, max(1, int(_PHASE_BUDGET_S / 2 / steps.median)))
+        seconds = op_times(decoder, tokens, repeats=repeats, warmup=0)
+        costs = op_costs(config, batch=batch, q_len=q_len, kv_len=kv_len, dtype=params.dtype, logits_to_keep=1)
+        ops = tuple(OpPoint(c, seconds[c.name], time_floor(c, ceilings, params.dtype)) for c in costs)
+        cut = ""
+        if phase == "prefill" and q_len < params.seq_len:
+            floor = duration(self._floor(config, params, ceilings, params.seq_len))
+            cut = f"cut from {params.seq_len} tokens, which need at least {floor} here (MODELLED)"
+        return PhaseResult(phase, batch, q_len, kv_len, steps, ops, cut)
+
+
+def _time_steps(decoder: Decoder, tokens: torch.Tensor, budget_s: float, cancelled: Cancelled) -> Timing | None:
+    """Seconds of whole steps, each cropped away again: one to warm up, then for about `budget_s`, at least one."""
+    length = decoder.length
+    samples: list[float] = []
+    spent = -math.inf
+    while spent < budget_s and len(samples) < 50:
+        if cancelled():
+            return None
+        synchronize(decoder.device)
+        begin = time.perf_counter()
+        decoder.forward(tokens, logits_to_keep=1)
+        synchronize(decoder.device)
+        seconds = time.perf_counter() - begin
+        decoder.crop(length)
+        if spent == -math.inf:
+            spent = 0.0
+        else:
+            samples.append(seconds)
+            spent += seconds
+    return Timing.of(samples)

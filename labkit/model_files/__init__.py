@@ -1,0 +1,1 @@
+"""What lies behind `labkit.models`: the catalogue, fetching, verifying and converting. Use `labkit.models`."""

@@ -1,0 +1,41 @@
+"""Fixtures for every test: a seed, a ledger of the test's own, and the default model, loaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from labkit.models import LoadedModel
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """The same random numbers in each test, whichever ran before it."""
+    import torch
+
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _own_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Measurements of a test go to a file of its own, never to the user's ledger."""
+    path = tmp_path / "ledger.jsonl"
+    monkeypatch.setenv("LABKIT_LEDGER", str(path))
+    return path
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Iterator[LoadedModel]:
+    """The default model in float32 on the CPU, shared by all tests of a session: do not change its weights.
+
+    Fetched into the user's own cache if it is not there yet, so that it is converted at most once.
+    """
+    import torch
+
+    from labkit.models import load_model
+
+    yield load_model(dtype=torch.float32, device="cpu")

@@ -1,0 +1,280 @@
+import base64
+import csv
+import io
+import re
+import threading
+import time
+
+import pytest
+
+from labkit.labs import _frame
+from labkit.labs._prediction import Prediction
+from labkit.measure import device_lock
+from tests.labs.fake import FakeCompute, Params, Result, build
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def compute() -> FakeCompute:
+    return FakeCompute()
+
+
+@pytest.fixture
+def lab(compute, ledger, monkeypatch):
+    monkeypatch.setattr(_frame, "to_png", lambda figure: b"\x89PNG picture")
+    compute.gate.set()
+    lab = build(compute)
+    assert lab.wait(WAIT_S)
+    return lab
+
+
+def move(lab, size: int) -> None:
+    lab.spec.knobs["size"].value = size
+    assert lab.wait(WAIT_S)
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.005)
+
+
+def test_the_default_is_measured_at_construction_and_written_to_the_ledger(lab, ledger):
+    assert lab.result == Result(Params(2), 4)
+    (line,) = ledger.read()
+    assert (line.name, line.value, line.params) == ("fake_lab.area", 4.0, {"size": 2})
+
+
+def test_each_move_is_a_new_ledger_line_with_its_parameters(lab, ledger):
+    move(lab, 5)
+    move(lab, 7)
+    assert [(m.params["size"], m.value) for m in ledger.read()] == [(2, 4.0), (5, 25.0), (7, 49.0)]
+
+
+def test_drag_through_ten_values_measures_the_first_and_the_last(ledger):
+    compute = FakeCompute()
+    lab = build(compute)
+    assert compute.started.wait(WAIT_S)
+    for size in range(3, 12):
+        lab.spec.knobs["size"].value = size
+    wait_until(lambda: compute.calls[-1] == 11)
+    compute.gate.set()
+    assert lab.wait(WAIT_S)
+    assert compute.calls == [2, 11]
+    assert compute.completed == [11]
+    assert [m.params["size"] for m in ledger.read()] == [11]
+    assert [r.params.size for r in lab.finished] == [11]
+    assert lab.figure.data[1].x == (11,)
+
+
+def test_a_partial_result_is_shown_but_not_kept(ledger):
+    compute = FakeCompute()
+    lab = build(compute)
+    assert compute.started.wait(WAIT_S)
+    assert lab.result == Result(Params(2), 2, firm=False)
+    assert "2 m²" in lab.numbers.value
+    assert not ledger.read()
+    assert lab.finished == ()
+    compute.gate.set()
+    assert lab.wait(WAIT_S)
+    assert lab.result.firm
+    assert "4 m²" in lab.numbers.value
+
+
+def test_earlier_points_stay_on_the_figure(lab):
+    move(lab, 5)
+    move(lab, 7)
+    assert lab.figure.data[0].x == (2, 5)
+    assert lab.figure.data[0].y == (4, 25)
+    assert lab.figure.data[1].x == (7,)
+
+
+@pytest.mark.parametrize("error", [ValueError("size: got <9>; takes less"), KeyboardInterrupt(), RuntimeError("<oom>")])
+def test_an_error_is_shown_escaped_and_the_next_move_works(lab, compute, ledger, error):
+    compute.fail[9] = error
+    move(lab, 9)
+    assert lab.error is error
+    assert "labkit-error" in lab.status.text
+    assert "<9>" not in lab.status.text and "<oom>" not in lab.status.text
+    expected = {ValueError: "size: got &lt;9&gt;; takes less", RuntimeError: "RuntimeError: &lt;oom&gt;"}
+    assert expected.get(type(error), "Interrupted") in lab.status.text
+    move(lab, 5)
+    assert lab.error is None
+    assert "labkit-error" not in lab.status.text
+    assert lab.result == Result(Params(5), 25)
+    assert [m.params["size"] for m in ledger.read()] == [2, 5]
+
+
+def test_parameters_that_are_refused_are_shown(lab):
+    move(lab, 13)
+    assert "size: got &lt;b&gt;13&lt;/b&gt;; takes any other number" in lab.status.text
+    assert lab.result == Result(Params(2), 4)
+
+
+def test_an_error_of_a_setting_that_was_left_behind_is_not_shown(ledger):
+    compute = FakeCompute()
+    lab = build(compute)
+    assert compute.started.wait(WAIT_S)
+    original = lab.spec.compute
+
+    def fail_when_cancelled(params, cancelled):
+        yield from original(params, cancelled)
+        if cancelled():
+            raise RuntimeError("too late")
+
+    object.__setattr__(lab.spec, "compute", fail_when_cancelled)
+    lab.spec.knobs["size"].value = 3
+    wait_until(lambda: compute.calls[-1] == 3)
+    lab.spec.knobs["size"].value = 4
+    compute.gate.set()
+    assert lab.wait(WAIT_S)
+    assert lab.error is None
+    assert lab.result == Result(Params(4), 16)
+
+
+def test_stop_keeps_what_stands(ledger):
+    compute = FakeCompute()
+    lab = build(compute)
+    assert compute.started.wait(WAIT_S)
+    assert lab._again.description == "Stop"
+    lab._again.click()
+    assert lab.wait(WAIT_S)
+    assert "Stopped" in lab.status.text
+    assert lab._again.description == "Measure again"
+    assert compute.completed == [] and not ledger.read()
+    compute.gate.set()
+    lab._again.click()
+    assert lab.wait(WAIT_S)
+    assert compute.completed == [2]
+
+
+def test_reset_goes_back_to_the_default_and_forgets_the_history_but_not_the_ledger(lab, compute, ledger):
+    move(lab, 5)
+    move(lab, 7)
+    lab.reset()
+    assert lab.wait(WAIT_S)
+    assert lab.spec.knobs["size"].value == 2
+    assert compute.calls == [2, 5, 7, 2]
+    assert lab.finished == (Result(Params(2), 4),)
+    assert lab.figure.data[0].x in ((), None)
+    assert len(ledger.read()) == 4
+
+
+def test_it_says_that_it_waits_for_another_run_on_the_device(ledger):
+    compute = FakeCompute()
+    compute.gate.set()
+    with device_lock("cpu"):
+        lab = build(compute)
+        wait_until(lambda: "Waiting for another run on this device" in lab.status.text)
+        assert compute.calls == []
+    assert lab.wait(WAIT_S)
+    assert lab.result == Result(Params(2), 4)
+    assert "Measured" in lab.status.text
+
+
+def test_a_cell_beside_the_lab_waits_for_its_turn(ledger):
+    compute = FakeCompute()
+    lab = build(compute)
+    assert compute.started.wait(WAIT_S)
+    waited = threading.Event()
+
+    def cell():
+        with device_lock("cpu", waited.set):
+            compute.completed.append("cell")
+
+    thread = threading.Thread(target=cell)
+    thread.start()
+    assert waited.wait(WAIT_S)
+    compute.gate.set()
+    thread.join(WAIT_S)
+    assert lab.wait(WAIT_S)
+    assert compute.completed == [2, "cell"]
+
+
+def test_export_is_a_csv_of_every_finished_result(lab, tmp_path):
+    move(lab, 5)
+    link = re.search(r'download="fake_lab.csv" href="data:text/csv;base64,([^"]*)"', lab._export.value)
+    text = base64.b64decode(link[1]).decode()
+    assert list(csv.DictReader(io.StringIO(text))) == [{"size": "2", "area": "4"}, {"size": "5", "area": "25"}]
+    assert lab.to_csv(tmp_path / "out.csv") == text
+    assert (tmp_path / "out.csv").read_text() == text
+
+
+def test_numbers_carry_their_key_and_exact_value_and_are_escaped(lab):
+    assert 'data-key="area" data-exact="4.0">4 m²<' in lab.numbers.value
+    assert "Area &lt;i&gt;" in lab.numbers.value
+
+
+def test_the_bundle_is_view_text_and_picture_of_the_default_result(lab):
+    bundle = lab._repr_mimebundle_()
+    assert bundle["text/plain"] == "Square of 2: 4 m²"
+    assert base64.b64decode(bundle["image/png"]) == b"\x89PNG picture"
+    assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == lab.model_id
+
+
+def test_the_bundle_waits_for_the_default_result(ledger, monkeypatch):
+    monkeypatch.setattr(_frame, "to_png", lambda figure: None)
+    compute = FakeCompute()
+    lab = build(compute)
+    threading.Timer(0.3, compute.gate.set).start()
+    bundle = lab._repr_mimebundle_()
+    assert bundle["text/plain"] == "Square of 2: 4 m²"
+    assert "image/png" not in bundle
+
+
+def test_the_picture_is_drawn_once_a_result(lab, monkeypatch):
+    pictures = []
+    monkeypatch.setattr(_frame, "to_png", lambda figure: pictures.append(figure) or b"png")
+    lab._repr_mimebundle_()
+    lab._repr_mimebundle_()
+    assert len(pictures) == 1
+    move(lab, 5)
+    lab._repr_mimebundle_()
+    assert len(pictures) == 2
+
+
+def test_the_bundle_of_a_default_that_fails_says_why(ledger):
+    compute = FakeCompute(fail={2: ValueError("no memory for 2")})
+    lab = build(compute)
+    assert lab._repr_mimebundle_()["text/plain"] == "Squares: no memory for 2"
+
+
+def test_an_interrupt_while_the_bundle_waits_stops_the_run_and_is_shown(ledger, monkeypatch):
+    compute = FakeCompute()
+    lab = build(compute)
+    assert compute.started.wait(WAIT_S)
+
+    def interrupted(timeout=None):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_frame, "to_png", lambda figure: None)
+    monkeypatch.setattr(lab, "wait", interrupted)
+    assert "Square of 2" in lab._repr_mimebundle_()["text/plain"]
+    assert "Interrupted" in lab.status.text
+    assert lab._worker.wait(WAIT_S)
+    assert compute.completed == []
+
+
+def test_the_answer_is_held_back_until_a_guess_is_made(compute, ledger):
+    def answer(results):
+        areas = {r.params.size: r.area for r in results}
+        return f"{areas[4] / areas[2]:.0f}x <b>" if {2, 4} <= areas.keys() else None
+
+    compute.gate.set()
+    lab = build(compute, prediction=Prediction("Twice the size, what area?", ("2x", "4x"), answer))
+    assert lab.wait(WAIT_S)
+    box = lab.prediction
+    move(lab, 4)
+    assert "4x" not in box._verdict.value
+    box.guess.value = "2x"
+    assert "Your guess: 2x. Measured: 4x &lt;b&gt;" in box._verdict.value
+
+
+def test_at_most_three_knobs(lab):
+    import dataclasses
+
+    knob = lab.spec.knobs["size"]
+    with pytest.raises(ValueError, match="knobs: got .*takes one to three"):
+        dataclasses.replace(lab.spec, knobs={str(i): knob for i in range(4)})

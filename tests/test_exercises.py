@@ -1,0 +1,208 @@
+"""Exercises: solutions pass, known wrong answers fail by name, untouched stubs are not attempted, nothing raises."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from labkit import exercises
+from labkit.exercises import _session, check, hint, status
+from labkit.exercises._exercise import Exercise, Failed, without_labkit
+from labkit.exercises.ch01 import EXERCISES as CH01
+from labkit.exercises.ch01 import measured_decode
+from labkit.measure import Label, Measurement
+from labkit.models import LoadedModel, model_config, tiny_model
+from labkit.roofline import parameter_count
+
+
+def _solutions_of(chapter: str):
+    """Loaded by path, so that no other package named tests can stand before it."""
+    path = Path(__file__).parent / "solutions" / f"{chapter}.py"
+    spec = importlib.util.spec_from_file_location(f"solutions_{chapter}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+ch01 = _solutions_of("ch01")
+NAMES = [exercise.name for exercise in CH01]
+BANDWIDTH = 5e9
+
+
+def _measured(scale: float = 1.0, **changes: object) -> Measurement:
+    """A decode measurement of the default model at `scale` times what its bytes and the bandwidth allow."""
+    config = model_config("smollm2-135m")
+    context, kv = 300, 2 * 30 * 3 * 64
+    value = scale * BANDWIDTH / (4 * (parameter_count(config) + context * kv))
+    params = {"model": "smollm2-135m", "context": context, "bytes_per_element": 4, "bandwidth": BANDWIDTH}
+    return Measurement("decode", value, "tokens/s", **({"params": params} | changes))
+
+
+def _answer(name: str, source: str, measured: Measurement | None = None) -> object:
+    """What the notebook's cell after the tagged one would pass to check()."""
+    namespace: dict[str, object] = {"measured": measured or _measured()}
+    exec(compile(source, f"<{name}>", "exec"), namespace)
+    return eval(ch01.ANSWERS[name], namespace)
+
+
+@pytest.fixture(autouse=True)
+def _new_session(monkeypatch):
+    monkeypatch.setattr(exercises, "_this_session", _session.Session())
+
+
+def test_every_exercise_has_a_stub_a_solution_and_wrong_answers():
+    for table in (ch01.STUBS, ch01.SOLUTIONS, ch01.ANSWERS, ch01.WRONG):
+        assert list(table) == NAMES
+    assert all(len(wrong) >= 5 for wrong in ch01.WRONG.values())
+    assert all(len(e.hints) >= 3 and e.chapter == 1 and e.name in e.signature for e in CH01)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_solution_passes(name):
+    result = check(name, _answer(name, ch01.SOLUTIONS[name]))
+    assert result.passed is True, result.message
+
+
+WRONG = [(name, i, *pair) for name, pairs in ch01.WRONG.items() for i, pair in enumerate(pairs)]
+
+
+@pytest.mark.parametrize(
+    ("name", "_", "source", "says"), WRONG, ids=[f"{w[0]}-{w[3].replace(' ', '_')}" for w in WRONG]
+)
+def test_a_wrong_answer_fails_and_the_message_names_the_property(name, _, source, says):
+    result = check(name, _answer(name, source))
+    assert result.passed is False
+    assert says in result.message
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_untouched_stub_is_not_attempted(name):
+    for result in (check(name, _answer(name, ch01.STUBS[name])), check(name, None), check(name, ...)):
+        assert result.passed is None
+        assert result.message == "not attempted yet"
+        assert repr(result) == f"{name}: not attempted yet"
+    assert f"{name}  " in repr(status()) and "not attempted yet" in repr(status())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        42,
+        "a string",
+        {"a": 1},
+        (),
+        (1, 2, 3),
+        lambda: 1,
+        lambda *a: "text",
+        lambda *a: float("nan"),
+        lambda *a: -1.0,
+        lambda *a: (None, 0),
+        lambda *a: [][0],
+        lambda *a: (_ for _ in ()).throw(SystemExit(3)),
+    ],
+)
+def test_nothing_that_is_passed_raises_or_passes(name, answer):
+    result = check(name, answer)
+    assert result.passed is False
+    assert result.message
+
+
+def test_a_function_that_returns_nothing_later_on_is_a_fault_not_a_stub():
+    result = check("memory_bound_batch", lambda peak, bandwidth, size: 206 + 1 if size == 2 else None)
+    assert result.passed is False and "returned nothing" in result.message
+
+
+def test_an_error_of_the_learner_is_told_with_the_signature():
+    result = check("model_memory", lambda config: (1, 1))
+    assert "TypeError" in result.message and "model_memory(config, batch, seq_len, bytes_per_element)" in result.message
+
+
+def test_an_unknown_name_lists_the_near_ones():
+    for call in (lambda: check("model_memroy", None), lambda: hint("model_memroy")):
+        with pytest.raises(ValueError, match=r"name: got 'model_memroy'.*did you mean model_memory"):
+            call()
+
+
+@pytest.mark.parametrize(("scale", "passes"), [(1.0, True), (0.82, True), (1.3, True), (0.78, False), (1.4, False)])
+def test_tokens_per_second_must_be_within_a_quarter_of_the_measurement(scale, passes):
+    solution = ch01.SOLUTIONS["tokens_per_second"]
+    result = check("tokens_per_second", _answer("tokens_per_second", solution, _measured(scale)))
+    assert result.passed is passes, result.message
+    assert f"measured {_measured(scale).value:.1f}" in result.message
+
+
+@pytest.mark.parametrize(
+    ("measured", "says"),
+    [
+        (9.3, "pass the measurement too"),
+        (_measured(label=Label.MODELLED), "pass the measurement too"),
+        (_measured(params={"model": "smollm2-135m"}), "lacks context, bytes_per_element, bandwidth"),
+    ],
+)
+def test_tokens_per_second_compares_with_a_measurement_only(measured, says):
+    solution = ch01.SOLUTIONS["tokens_per_second"]
+    function = _answer("tokens_per_second", solution)[0]
+    for answer in ((function, measured), [function, measured]):
+        result = check("tokens_per_second", answer)
+        assert result.passed is False and says in result.message
+    assert "pass the measurement too" in check("tokens_per_second", function).message
+
+
+def test_measured_decode_times_a_real_decode_step():
+    loaded = LoadedModel(tiny_model(), tokenizer=None, name="tiny")
+    measured = measured_decode(loaded, context=12, bandwidth=BANDWIDTH)
+    assert measured.label is Label.MEASURED and measured.unit == "tokens/s"
+    assert 0 < measured.p10 <= measured.value <= measured.p90
+    assert measured.params == {"model": "tiny", "context": 12, "bytes_per_element": 4, "bandwidth": BANDWIDTH}
+    for bad in ({"context": 0}, {"context": 10**9}, {"bandwidth": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            measured_decode(loaded, **({"context": 12, "bandwidth": BANDWIDTH} | bad))
+
+
+def test_hints_come_one_by_one_and_end():
+    total = len(exercises.EXERCISES["model_memory"].hints)
+    shown = [hint("model_memory").shown for _ in range(total + 2)]
+    assert [len(s) for s in shown] == [*range(1, total + 1), total, total]
+    assert shown[0] == shown[-1][:1]
+    assert f"hint {total} of {total}" in repr(hint("model_memory"))
+    assert "0 of 3" in repr(status()) and f"{total} of {total}" in repr(status())
+
+
+def test_status_counts_attempts_and_keeps_a_pass():
+    def row() -> list[str]:
+        return next(r for r in status().table.rows if r[1] == "memory_bound_batch")[2:4]
+
+    assert tuple(row()) == ("not attempted yet", "0")
+    check("memory_bound_batch", None)
+    assert tuple(row()) == ("not attempted yet", "0")
+    check("memory_bound_batch", lambda *a: 1)
+    assert tuple(row()) == ("not yet passed", "1")
+    check("memory_bound_batch", _answer("memory_bound_batch", ch01.SOLUTIONS["memory_bound_batch"]))
+    check("memory_bound_batch", lambda *a: 1)
+    assert tuple(row()) == ("passed", "3")
+
+
+def test_what_is_shown_is_escaped():
+    def shout(*_: object) -> object:
+        raise ValueError("<script>alert(1)</script>")
+
+    shown = check("model_memory", shout)
+    assert "<script>" in repr(shown)
+    assert "<script>" not in shown._repr_html_() and "&lt;script&gt;" in shown._repr_html_()
+    markup = Exercise("x", 1, "", "", ("<b>bold</b>",), str)
+    assert "<b>" not in _session.Session().next_hint(markup)._repr_html_()
+    assert "<table>" in status()._repr_html_()
+
+
+def test_the_tripwire_sees_any_way_of_calling_and_leaves_the_profiler_as_it_was():
+    import sys
+
+    from labkit import roofline, sizing
+
+    config = model_config("smollm2-135m")
+    for call in (lambda: roofline.parameter_count(config), lambda: sizing.weight_bytes(config, "float32")):
+        with pytest.raises(Failed, match="write it yourself"):
+            without_labkit(call, ("sizing",))
+        assert sys.getprofile() is None
+    assert without_labkit(lambda: model_config("smollm2-135m").vocab_size, ("sizing",)) == 49152
