@@ -22,15 +22,15 @@ SPLITS = ("calibration", "eval")
 # default model on Python 3.11, which leaves 89 k for calibration.
 _EVAL_TOPICS = (
     "objects",
+    "comparisons",
     "import",
+    "execmodel",
     "strings",
     "assignment",
     "raise",
     "calls",
     "debugger",
-    "comparisons",
     "typesmapping",
-    "execmodel",
 )
 # A learner's own file: this share of it, from its start, is for calibration.
 _CALIBRATION_SHARE = 0.8

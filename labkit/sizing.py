@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-# torch gives its sub-byte dtypes an itemsize of one byte; what a packed tensor holds is this many bits a value.
-_SUB_BYTE_BITS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2, "float4_e2m1fn_x2": 4}
+# torch gives its sub-byte dtypes an itemsize of one byte; a packed tensor holds as many bits a value as the name says.
+_SUB_BYTE = re.compile(r"torch\.(?:u?int|float)([1-7])(?:_.*)?")
 
 
 def bits_per_element(name: str, dtype: torch.dtype | str) -> int:
@@ -22,7 +23,8 @@ def bits_per_element(name: str, dtype: torch.dtype | str) -> int:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     takes = 'a torch dtype or its name, such as "bfloat16", "int8" or "uint4"'
     _check.require(isinstance(found, torch.dtype), name, dtype, takes)
-    return _SUB_BYTE_BITS.get(str(found).removeprefix("torch."), 8 * found.itemsize)
+    packed = _SUB_BYTE.fullmatch(str(found))
+    return int(packed[1]) if packed else 8 * found.itemsize
 
 
 @dataclass(frozen=True)

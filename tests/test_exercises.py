@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from labkit import exercises
-from labkit.exercises import _session, check, hint, status
+from labkit.exercises import _ch01_speed, _session, check, hint, status
 from labkit.exercises._exercise import Exercise, Failed, without_labkit
 from labkit.exercises.ch01 import EXERCISES as CH01
 from labkit.exercises.ch01 import measured_decode
 from labkit.measure import Label, Measurement
 from labkit.models import LoadedModel, model_config, tiny_model
-from labkit.roofline import parameter_count
+from labkit.roofline import op_costs, parameter_count
 
 
 def _solutions_of(chapter: str):
@@ -149,15 +149,20 @@ def test_tokens_per_second_compares_with_a_measurement_only(measured, says):
     assert "pass the measurement too" in check("tokens_per_second", function).message
 
 
-def test_measured_decode_times_a_real_decode_step():
+def test_measured_decode_times_real_decode_steps(monkeypatch):
+    monkeypatch.setattr(_ch01_speed, "_MIN_RUN_S", 0.1)
     loaded = LoadedModel(tiny_model(), tokenizer=None, name="tiny")
-    measured = measured_decode(loaded, context=12, bandwidth=BANDWIDTH)
-    assert measured.label is Label.MEASURED and measured.unit == "tokens/s"
+    measured = measured_decode(loaded, context=40, reference_context=4)
+    assert measured.label is Label.MEASURED and measured.unit == "tokens/s" and measured.dtype == "float32"
     assert 0 < measured.p10 <= measured.value <= measured.p90
-    assert measured.params == {"model": "tiny", "context": 12, "bytes_per_element": 4, "bandwidth": BANDWIDTH}
-    for bad in ({"context": 0}, {"context": 10**9}, {"bandwidth": 0.0}):
+    bandwidth = measured.params.pop("bandwidth")
+    assert measured.params == {"model": "tiny", "context": 40, "bytes_per_element": 4}
+    costs = op_costs(loaded.model.config, batch=1, q_len=1, kv_len=5, dtype="float32")
+    # The reference step is nearly the same step, so that its speed cannot be far off on so small a model.
+    assert bandwidth == pytest.approx(sum(c.bytes for c in costs) * measured.value, rel=1.0)
+    for bad in ({"context": 0}, {"context": 10**9}, {"reference_context": 0}):
         with pytest.raises(ValueError, match=next(iter(bad))):
-            measured_decode(loaded, **({"context": 12, "bandwidth": BANDWIDTH} | bad))
+            measured_decode(loaded, **({"context": 12} | bad))
 
 
 def test_hints_come_one_by_one_and_end():

@@ -182,6 +182,7 @@ def test_sections_are_chosen_in_their_own_order():
 @pytest.mark.slow
 def test_every_section_runs_at_tiny_shapes_and_is_labelled_a_self_test(tmp_path, monkeypatch):
     monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a device lock of its own: figures are not what is tested here
     command = [sys.executable, "-m", "labkit", "gpu-check", "--allow-cpu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

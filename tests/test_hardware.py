@@ -21,13 +21,14 @@ def test_describe_agrees_with_torch() -> None:
     assert hardware.detect_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def test_no_real_matmul_or_read_beats_its_ceiling(ceilings: hardware.Ceilings) -> None:
+def test_real_work_stands_near_and_not_far_above_its_ceiling(ceilings: hardware.Ceilings) -> None:
+    """Loose, since a neighbour may take half the machine in between; a wrong count of bytes or FLOPs is a factor."""
     a = torch.randn(512, 512)
     flops = 2 * 512**3 / time_op(lambda: a @ a, device="cpu", min_run_s=0.05).median
-    assert flops < 1.5 * ceilings.matmul_flops[torch.float32]
+    assert 0.1 < flops / ceilings.matmul_flops[torch.float32] < 3
     x = torch.ones(2**26)
     read = x.nbytes / time_op(x.sum, device="cpu", min_run_s=0.05).median
-    assert 0.2 * ceilings.read_bandwidth < read < 1.5 * ceilings.read_bandwidth
+    assert 0.1 < read / ceilings.read_bandwidth < 3
 
 
 def test_the_bandwidth_probe_is_larger_than_the_cache(ceilings: hardware.Ceilings) -> None:

@@ -2,14 +2,17 @@
 
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from labkit import _lock
 from labkit.measure import Timing, compare_ops, device_lock, peak_memory, time_op, track_peak
 
 
@@ -83,6 +86,15 @@ def test_track_peak_sees_memory_that_came_and_went() -> None:
     assert 150e6 < busy.bytes - quiet.bytes < 300e6
 
 
+@pytest.fixture
+def own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock that no other test run on this machine holds, here and in processes started from here."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(_lock, "_locks", {})
+
+
+@pytest.mark.usefixtures("own_lock")
 def test_the_lock_is_reentrant() -> None:
     waited = []
     with device_lock("cpu", lambda: waited.append(1)), device_lock("cpu", lambda: waited.append(2)):
@@ -90,6 +102,7 @@ def test_the_lock_is_reentrant() -> None:
     assert not waited
 
 
+@pytest.mark.usefixtures("own_lock")
 def test_threads_take_turns_and_say_that_they_wait() -> None:
     events: list[str] = []
 
@@ -106,6 +119,7 @@ def test_threads_take_turns_and_say_that_they_wait() -> None:
     assert events == ["waits", "first ends", "other runs"]
 
 
+@pytest.mark.usefixtures("own_lock")
 def test_processes_take_turns() -> None:
     hold = "with device_lock('cpu', lambda: print('waits', flush=True)): print('ran')"
     code = f"from labkit.measure import device_lock\n{hold}"
@@ -116,6 +130,7 @@ def test_processes_take_turns() -> None:
     assert process.communicate(timeout=30)[0] == "ran\n"
 
 
+@pytest.mark.usefixtures("own_lock")
 def test_an_error_gives_the_lock_back() -> None:
     with pytest.raises(RuntimeError, match="boom"):
         time_op(lambda: (_ for _ in ()).throw(RuntimeError("boom")), device="cpu")

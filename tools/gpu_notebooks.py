@@ -129,7 +129,7 @@ def pack(limit_mb: int) -> int:
     return 0
 
 
-def stow(carry: Path = CARRY) -> dict[str, list[str]]:
+def stow(carry: Path) -> dict[str, list[str]]:
     """Copy what has come so far into the cache, and return what has not, by folder."""
     plans = sorted(carry.glob(f"*/{PLAN}"))
     if not plans:
@@ -161,7 +161,7 @@ def _install() -> str | None:
 
 def run(chapters: Sequence[str]) -> int:
     """Install, put together, run; the report and the executed notebooks go to OUT if it is set."""
-    missing = stow()
+    missing = stow(CARRY)
     if missing:
         folders = ", ".join(str(CARRY / name) for name in missing)
         raise ValueError(f"{CARRY}: got only some of its folders; takes {folders} too, now or in a later run")

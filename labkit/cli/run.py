@@ -115,12 +115,13 @@ def run_notebook(path: Path, *, cell_timeout_s: float = 600.0, save_to: Path | N
         import nbformat
         from jupyter_client.kernelspec import NoSuchKernel
         from nbclient import NotebookClient
-        from nbclient.exceptions import CellControlSignal, DeadKernelError
+        from nbclient.exceptions import CellControlSignal
     except ImportError as error:
         raise ValueError(f"run: {error.name} is not installed; takes `pip install -r requirements.txt`") from error
-    notebook = nbformat.read(path, as_version=4)
+    notebook, reached = nbformat.read(path, as_version=4), [None]
     client = NotebookClient(
         notebook,
+        on_cell_execute=lambda cell, cell_index: reached.append(cell_index),
         timeout=cell_timeout_s,
         kernel_name=notebook.metadata.get("kernelspec", {}).get("name", "python3"),
         resources={"metadata": {"path": str(path.parent)}},
@@ -132,28 +133,19 @@ def run_notebook(path: Path, *, cell_timeout_s: float = 600.0, save_to: Path | N
             # The kernel's own folder is notebooks/: this checkout's labkit comes first, installed or not.
             paths = [str(DATA.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
             client.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
-        except (CellControlSignal, DeadKernelError, NoSuchKernel) as error:
-            run = replace(run, ok=False, **_first_error(notebook, error))
+        except (CellControlSignal, RuntimeError, NoSuchKernel) as error:
+            run = replace(run, ok=False, **_what_stopped_it(notebook, reached[-1], error))
     if save_to is not None:
         save_to.mkdir(parents=True, exist_ok=True)
         nbformat.write(notebook, save_to / path.name)
     return replace(run, seconds=time.perf_counter() - started, peak_bytes=peak[0] or None)
 
 
-def _first_error(notebook: object, error: BaseException) -> dict[str, object]:
-    """The first error output and its code cell; for a dead kernel or a time-out, the cell that was running."""
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    for number, cell in enumerate(code, 1):
-        for output in cell.outputs:
-            if output.output_type == "error":
-                says = f"{output.ename}: {output.evalue}"
-                return {"cell": number, "error": says, "traceback": str(error)}
-    begun = [n for n, cell in enumerate(code, 1) if "iopub.status.busy" in cell.metadata.get("execution", {})]
-    return {
-        "cell": max(begun, default=None),
-        "error": f"{type(error).__name__}: {error}",
-        "traceback": str(error),
-    }
+def _what_stopped_it(notebook: object, reached: int | None, error: Exception) -> dict[str, object]:
+    """The error, and the number among code cells of the cell `reached`."""
+    name, says = (error.ename, error.evalue) if hasattr(error, "ename") else (type(error).__name__, error)
+    number = None if reached is None else sum(c.cell_type == "code" for c in notebook.cells[: reached + 1])
+    return {"cell": number, "error": f"{name}: {says}", "traceback": str(error)}
 
 
 @contextmanager

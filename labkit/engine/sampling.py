@@ -28,7 +28,7 @@ def probabilities(logits: torch.Tensor, temperature: float, top_k: int = 0, top_
         logits = logits.masked_fill(logits < kth, -torch.inf)
     probs = logits.softmax(-1)
     if top_p < 1:
-        ordered, order = probs.sort(-1, descending=True, stable=True)
+        ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
         # A token goes once those before it have reached p, so that the one that crosses p stays.
         dropped = ordered.cumsum(-1) - ordered >= top_p
         probs = probs.masked_fill(dropped.scatter(-1, order, dropped), 0.0)

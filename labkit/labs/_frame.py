@@ -74,6 +74,8 @@ class Lab(widgets.VBox):
         self._png: tuple[LabResult | None, bytes | None] = (None, None)
         self._worker = LatestWorker(self._measure)
         self.figure = go.FigureWidget(spec.figure())
+        self.figure.layout.autosize = True  # as wide as the notebook, and again when that changes
+        self.figure._config = self.figure._config | {"responsive": True, "displaylogo": False}
         super().__init__(self._build(), layout={"width": "100%"})
         self.add_class("labkit-lab")
         for knob in spec.knobs.values():

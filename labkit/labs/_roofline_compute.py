@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -10,7 +9,7 @@ import torch
 
 from labkit.engine import Decoder, op_times
 from labkit.hardware import Ceilings, datasheet, describe, measure_ceilings
-from labkit.labs._result import Progress, duration, si
+from labkit.labs._result import Progress, si
 from labkit.labs._roofline_result import OpPoint, PhaseResult, RooflineParams, RooflineResult
 from labkit.measure import Timing, synchronize
 from labkit.models import LoadedModel, load_model
@@ -20,8 +19,9 @@ Cancelled = Callable[[], bool]
 
 # One prefill may take this long by the roof; a longer prompt is cut, and the lab says so.
 _PREFILL_FLOOR_S = 0.7
-# Time for the repeats of one phase: half for the whole step, half for the step op by op.
-_PHASE_BUDGET_S = 0.7
+# Time for the repeats of a whole step, and again for the step op by op; slow steps run a few times all the same.
+_REPEATS_S = 0.35
+_LEAST_REPEATS = {"decode": 3, "prefill": 2}
 _HEADROOM = 0.9  # of the memory that is free
 
 
@@ -141,7 +141,7 @@ class RooflineCompute:
 
     def _phase(
         self,
-        phase: str,
+        name: str,
         decoder: Decoder,
         params: RooflineParams,
         ceilings: Ceilings,
@@ -154,37 +154,32 @@ class RooflineCompute:
         kv_len = decoder.length + q_len
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(config.vocab_size, (batch, q_len), generator=generator)
-        steps = _time_steps(decoder, tokens, _PHASE_BUDGET_S / 2, cancelled)
+        steps = _time_steps(decoder, tokens, _LEAST_REPEATS[name], cancelled)
         if steps is None or cancelled():
             return None
-        repeats = min(7, max(1, int(_PHASE_BUDGET_S / 2 / steps.median)))
+        repeats = min(7, max(1, int(_REPEATS_S / steps.median)))
         seconds = op_times(decoder, tokens, repeats=repeats, warmup=0)
         costs = op_costs(config, batch=batch, q_len=q_len, kv_len=kv_len, dtype=params.dtype, logits_to_keep=1)
         ops = tuple(OpPoint(c, seconds[c.name], time_floor(c, ceilings, params.dtype)) for c in costs)
-        cut = ""
-        if phase == "prefill" and q_len < params.seq_len:
-            floor = duration(self._floor(config, params, ceilings, params.seq_len))
-            cut = f"cut from {params.seq_len} tokens, which need at least {floor} here (MODELLED)"
-        return PhaseResult(phase, batch, q_len, kv_len, steps, ops, cut)
+        cut = name == "prefill" and q_len < params.seq_len
+        whole = self._floor(config, params, ceilings, params.seq_len) if cut else None
+        return PhaseResult(name, batch, q_len, kv_len, steps, ops, whole)
 
 
-def _time_steps(decoder: Decoder, tokens: torch.Tensor, budget_s: float, cancelled: Cancelled) -> Timing | None:
-    """Seconds of whole steps, each cropped away again: one to warm up, then for about `budget_s`, at least one."""
+def _time_steps(decoder: Decoder, tokens: torch.Tensor, least: int, cancelled: Cancelled) -> Timing | None:
+    """Seconds of whole steps, each cropped away again, after one to warm up; None when cancelled in between."""
     length = decoder.length
     samples: list[float] = []
-    spent = -math.inf
-    while spent < budget_s and len(samples) < 50:
+    warm = False
+    while len(samples) < least or (sum(samples) < _REPEATS_S and len(samples) < 50):
         if cancelled():
             return None
         synchronize(decoder.device)
         begin = time.perf_counter()
         decoder.forward(tokens, logits_to_keep=1)
         synchronize(decoder.device)
-        seconds = time.perf_counter() - begin
+        if warm:
+            samples.append(time.perf_counter() - begin)
+        warm = True
         decoder.crop(length)
-        if spent == -math.inf:
-            spent = 0.0
-        else:
-            samples.append(seconds)
-            spent += seconds
     return Timing.of(samples)

@@ -10,6 +10,10 @@ from labkit.labs._result import duration, si
 from labkit.labs._roofline_result import FAMILIES, OpPoint, PhaseResult, RooflineResult
 
 SYMBOLS = {"decode": "circle", "prefill": "diamond"}
+_BAR_AT = {("decode", "measured"): 0.0, ("decode", "at the roof"): 1.0} | {
+    ("prefill", "measured"): 2.4,
+    ("prefill", "at the roof"): 3.4,
+}
 _X_LOW = 0.04
 _HOVER = (
     "<b>%{customdata[0]}</b><br>%{customdata[1]}, %{customdata[2]} of its ceiling<br>"
@@ -25,12 +29,15 @@ def build_figure() -> go.Figure:
         horizontal_spacing=0.1,
         subplot_titles=("Each op under the measured roof", "Where a step's time goes"),
     )
+    # To the left of the slope and on top of the flat there are no points to cover.
+    places = ["top left", "top left", "top left", "top right", "top left"]
+    look = {"mode": "lines+text", "textposition": places, "hoverinfo": "skip", "showlegend": False}
     roof = {"color": COLOURS["ceiling"], "width": 3}
-    figure.add_scatter(name="measured roof", mode="lines", line=roof, hoverinfo="skip", row=1, col=1)
+    figure.add_scatter(name="measured roof", line=roof, **look, row=1, col=1)
     sheet = {"color": MUTED, "width": 2, "dash": "dash"}
-    figure.add_scatter(name="datasheet", mode="lines", line=sheet, hoverinfo="skip", visible=False, row=1, col=1)
+    figure.add_scatter(name="datasheet", line=sheet, **look, visible=False, row=1, col=1)
     faded = {"size": 11, "opacity": 0.5, "line": {"width": 0}, "color": MUTED}
-    figure.add_scatter(name="earlier steps", mode="markers", marker=faded, hovertemplate=_HOVER, row=1, col=1)
+    figure.add_scatter(name="earlier", mode="markers", marker=faded, hovertemplate=_HOVER, row=1, col=1)
     for family in FAMILIES:
         marker = {"size": 12, "color": COLOURS[family], "line": {"width": 1, "color": "white"}}
         look = {"name": family, "legendgroup": family, "mode": "markers", "hovertemplate": _HOVER}
@@ -41,7 +48,7 @@ def build_figure() -> go.Figure:
         figure.add_scatter(name=phase, x=[None], y=[None], mode="markers", marker=shape, row=1, col=1)
     whole = {"size": 20, "color": "rgba(0,0,0,0)", "line": {"width": 3, "color": INK}}
     look = {"mode": "markers+text", "textposition": "bottom right", "textfont": {"size": 14, "color": INK}}
-    figure.add_scatter(name="whole step", marker=whole, **look, hovertemplate=_HOVER, row=1, col=1)
+    figure.add_scatter(name="whole step", marker=whole, **look, showlegend=False, hovertemplate=_HOVER, row=1, col=1)
     for family in FAMILIES:
         look = {"name": family, "legendgroup": family, "showlegend": False, "marker_color": COLOURS[family]}
         text = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "texttemplate": "%{text}"}
@@ -58,6 +65,7 @@ def _lay_out(figure: go.Figure) -> None:
     log_axis = {"type": "log", "dtick": 1, "exponentformat": "SI"}
     figure.update_yaxes(title="Achieved FLOP/s", **log_axis, row=1, col=1)
     figure.update_yaxes(title="% of the measured step", range=[0, 104], row=1, col=2)
+    figure.update_xaxes(range=[-0.6, 4.0], row=1, col=2)
 
 
 def _hover(name: str, seconds: float, fraction: float, flops: float, moved: float) -> list[str]:
@@ -74,17 +82,23 @@ def _step_hover(result: RooflineResult, phase: PhaseResult) -> list[str]:
     return _hover(name, phase.step.median, phase.fraction, phase.total("flops"), phase.total("bytes"))
 
 
-def _roof(bandwidth: float, peak: float) -> dict[str, list[float]]:
-    """The two roofs as one line, past both ends of the axis: bytes/s times intensity up to the ridge, then flat."""
-    low, ridge = _X_LOW / 10, peak / bandwidth
-    return {"x": [low, ridge, 1e4 * ridge], "y": [bandwidth * low, peak, peak]}
+def _roof(bandwidth: float, peak: float, whose: str) -> dict[str, list]:
+    """The two roofs as one line, past both ends of the axis: bytes/s times intensity up to the ridge, then flat.
+
+    Each roof carries its name at a point of its own.
+    """
+    ridge = peak / bandwidth
+    low, slope, flat = _X_LOW / 10, 0.4 * ridge, 1.6 * ridge
+    x = [low, slope, ridge, flat, 1e4 * ridge]
+    names = ["", f"{whose} {si(bandwidth, 'B/s')}  ", "", f"{whose} {si(peak, 'FLOP/s')}", ""]
+    return {"x": x, "y": [min(peak, bandwidth * at) for at in x], "text": names}
 
 
 def _set_ranges(figure: go.Figure, result: RooflineResult, earlier: Sequence[RooflineResult]) -> None:
     """Both axes to hold every point of this and the earlier results, and enough roof on both sides of the ridge."""
     phases = [phase for shown in (*earlier, result) for phase in shown.phases]
     ops = [op for phase in phases for op in phase.ops if op.cost.flops]
-    right = max(3 * result.ridge, *(3 * op.cost.intensity for op in ops))
+    right = max(3 * result.ridge, *(8 * op.cost.intensity for op in ops))
     bottom = min(result.peak / 1e3, *(op.achieved_flops / 2 for op in ops))
     top = 2 * max(result.peak, *(op.achieved_flops for op in ops))
     figure.layout.xaxis.range = log_range(_X_LOW, right)
@@ -95,10 +109,10 @@ def draw(figure: go.Figure, result: RooflineResult, earlier: Sequence[RooflineRe
     """Set the traces' data; `earlier` results stay as faded whole steps."""
     traces = {(trace.type, trace.name): trace for trace in figure.data}
     _set_ranges(figure, result, earlier)
-    traces["scatter", "measured roof"].update(_roof(result.ceilings.read_bandwidth, result.peak))
+    traces["scatter", "measured roof"].update(_roof(result.ceilings.read_bandwidth, result.peak, "measured"))
     _draw_datasheet(traces["scatter", "datasheet"], result)
     past = [(old, phase) for old in earlier for phase in old.phases]
-    traces["scatter", "earlier steps"].update(
+    traces["scatter", "earlier"].update(
         x=[phase.intensity for _, phase in past],
         y=[phase.achieved_flops for _, phase in past],
         customdata=[_step_hover(old, phase) for old, phase in past],
@@ -112,14 +126,14 @@ def draw(figure: go.Figure, result: RooflineResult, earlier: Sequence[RooflineRe
             customdata=[_op_hover(phase, op) for phase, op in points],
             marker_symbol=[SYMBOLS[phase.name] for phase, _ in points],
         )
-        _draw_bars(traces["bar", family], result, family)
     traces["scatter", "whole step"].update(
         x=[phase.intensity for phase in result.phases],
         y=[phase.achieved_flops for phase in result.phases],
-        text=[f"{phase.name} step: {phase.fraction:.0%} of the roof" for phase in result.phases],
+        text=[f"{phase.name} step: {phase.fraction:.0%}" for phase in result.phases],
         customdata=[_step_hover(result, phase) for phase in result.phases],
         marker_symbol=[SYMBOLS[phase.name] for phase in result.phases],
     )
+    _draw_bars(figure, traces, result)
 
 
 def _draw_datasheet(trace: go.Scatter, result: RooflineResult) -> None:
@@ -128,21 +142,28 @@ def _draw_datasheet(trace: go.Scatter, result: RooflineResult) -> None:
     peak = peaks.get(f"torch.{result.params.dtype}")
     trace.visible = peak is not None
     if peak is not None:
-        trace.update(_roof(sheet.memory_bandwidth, peak))
+        trace.update(_roof(sheet.memory_bandwidth, peak, "datasheet"))
 
 
-def _draw_bars(trace: go.Bar, result: RooflineResult, family: str) -> None:
-    """The family's share of each step's time, beside the share that the roof would give it."""
-    x, y, text, hover = [], [], [], []
-    for phase in result.phases:
-        clocked = sum(op.seconds.median for op in phase.ops)
-        times = {
-            "measured": sum(op.seconds.median for op in phase.family(family)),
-            "at the roof": sum(op.floor_s for op in phase.family(family)),
-        }
-        for kind, seconds in times.items():
-            x.append(f"{phase.name}<br>{kind}")
-            y.append(100 * seconds / clocked)
-            text.append(f"{seconds / clocked:.0%}")
-            hover.append(f"<b>{phase.name}: {family}</b><br>{duration(seconds)} {kind}")
-    trace.update(x=x, y=y, text=text, hovertext=hover)
+def _draw_bars(figure: go.Figure, traces: dict, result: RooflineResult) -> None:
+    """Two bars a phase: the shares of the step's time, and what the roof would leave of each."""
+    bars = [
+        (phase, kind, sum(seconds(op) for op in phase.ops), seconds)
+        for phase in result.phases
+        for kind, seconds in (("measured", lambda op: op.seconds.median), ("at the roof", lambda op: op.floor_s))
+    ]
+    whole = {phase.name: total for phase, kind, total, _ in bars if kind == "measured"}
+    at = [_BAR_AT[phase.name, kind] for phase, kind, _, _ in bars]
+    figure.layout.xaxis2.tickvals = at
+    figure.layout.xaxis2.ticktext = [
+        f"{phase.name if kind == 'measured' else kind}<br>{duration(total)}" for phase, kind, total, _ in bars
+    ]
+    for family in FAMILIES:
+        parts = [sum(seconds(op) for op in phase.family(family)) for phase, _, _, seconds in bars]
+        shares = [part / whole[phase.name] for part, (phase, *_) in zip(parts, bars, strict=True)]
+        hover = [
+            f"<b>{phase.name}: {family}</b><br>{duration(part)} {kind}"
+            for part, (phase, kind, *_) in zip(parts, bars, strict=True)
+        ]
+        text = [f"{share:.0%}" for share in shares]
+        traces["bar", family].update(x=at, y=[100 * share for share in shares], text=text, hovertext=hover)

@@ -20,18 +20,18 @@ def numbers(result: RooflineResult) -> list[Number]:
 def _spread(timing: Timing) -> str:
     if timing.n < 3:
         return f"measured {'once' if timing.n == 1 else 'twice'}"
-    return f"{duration(timing.p10)} to {duration(timing.p90)} over {timing.n}"
+    return f"{duration(timing.p10)} to {duration(timing.p90)}, {timing.n} times"
 
 
 def _roof_numbers(result: RooflineResult, phase: PhaseResult, group: str) -> list[Number]:
     """How the whole step stands to the roof."""
     bound = "memory" if phase.intensity < result.ridge else "compute"
-    ridge = f"the ridge is at {result.ridge:.3g}: {bound}-bound"
-    floor = f"of the speed that the roof allows ({duration(phase.floor_s)})"
+    ridge = f"ridge {result.ridge:.3g}: {bound}-bound"
+    floor = f"the roof allows {duration(phase.floor_s)}"
     key, intensity, fraction = phase.name, phase.intensity, phase.fraction
     return [
         Number(f"{key}_intensity", "intensity", f"{intensity:.3g} FLOP/byte", intensity, group, ridge),
-        Number(f"{key}_fraction", "reached", f"{fraction:.0%}", fraction, group, floor),
+        Number(f"{key}_fraction", "share of the roof", f"{fraction:.0%}", fraction, group, floor),
     ]
 
 
@@ -40,12 +40,14 @@ def _decode_numbers(result: RooflineResult) -> list[Number]:
     group = f"Decode step: batch {p.batch}, context {p.seq_len}, {p.dtype}"
     weights, kv, tokens = d.total("weight_bytes"), d.op("attention").cost.kv_bytes, p.batch * p.seq_len
     speed, step = d.tokens_per_second, d.step.median
-    share = f"{d.bandwidth / read:.0%} of the measured {si(read, 'B/s')}"
+    share = f"{d.bandwidth / read:.0%} of {si(read, 'B/s')}"
     each = f"{tokens:,} tokens, {si(kv / tokens, 'B')} each"
+    once = "once a step" if p.batch == 1 else f"once a step, for all {p.batch}"
+    every = "a token a step" if p.batch == 1 else f"{p.batch} tokens a step"
     return [
-        Number("tokens_per_second", "speed", f"{speed:.3g} tokens/s", speed, group, f"{p.batch} a step"),
+        Number("tokens_per_second", "speed", f"{speed:.3g} tokens/s", speed, group, every),
         Number("tpot", "time a step", duration(step), step, group, _spread(d.step)),
-        Number("weight_bytes", "weights read", si(weights, "B"), weights, group, "once a step, whatever the batch"),
+        Number("weight_bytes", "weights read", si(weights, "B"), weights, group, once),
         Number("kv_bytes", "KV cache read", si(kv, "B"), kv, group, each),
         Number("bandwidth", "bytes / time", si(d.bandwidth, "B/s"), d.bandwidth, group, share),
         *_roof_numbers(result, d, group),
@@ -53,17 +55,22 @@ def _decode_numbers(result: RooflineResult) -> list[Number]:
 
 
 def _prefill_numbers(result: RooflineResult, p: PhaseResult) -> list[Number]:
+    asked = result.params.seq_len
     group = f"Prefill: one prompt of {p.q_len} tokens, {result.params.dtype}"
     flops, rate, speed, ttft = p.total("flops"), p.achieved_flops, p.tokens_per_second, p.step.median
-    share = f"{rate / result.peak:.0%} of the measured {si(result.peak, 'FLOP/s')}"
+    share = f"{rate / result.peak:.0%} of {si(result.peak, 'FLOP/s')}"
     each = f"{si(flops / p.q_len, 'FLOP')} a token"
-    return [
-        Number("prefill_tokens_per_second", "speed", f"{speed:.3g} tokens/s", speed, group, p.cut),
+    shown = [
+        Number("prefill_tokens_per_second", "speed", f"{speed:.3g} tokens/s", speed, group, "of the prompt"),
         Number("ttft", "time to first token", duration(ttft), ttft, group, _spread(p.step)),
         Number("prefill_flops", "work", si(flops, "FLOP"), flops, group, each),
         Number("prefill_rate", "work / time", si(rate, "FLOP/s"), rate, group, share),
         *_roof_numbers(result, p, group),
     ]
+    if p.whole_floor_s is not None:
+        floor, note = p.whole_floor_s, f"too long to run here; at least {duration(p.whole_floor_s)} (MODELLED)"
+        shown.append(Number("prefill_whole_floor", f"all {asked} tokens", "not run", floor, group, note))
+    return shown
 
 
 def text(result: RooflineResult) -> str:

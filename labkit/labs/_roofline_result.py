@@ -60,7 +60,8 @@ class OpPoint:
 class PhaseResult:
     """A decode step or a prefill: `batch` sequences of `q_len` new tokens, each attending to `kv_len`.
 
-    `step` times the whole step, without a clock between its ops. `cut` says why a prompt is shorter than asked for.
+    `step` times the whole step, without a clock between its ops. `whole_floor_s`: of a prompt that was cut because it
+    would run too long, the seconds that the roof asks for the whole of it; else None.
     """
 
     name: str
@@ -69,7 +70,7 @@ class PhaseResult:
     kv_len: int
     step: Timing
     ops: tuple[OpPoint, ...]
-    cut: str = ""
+    whole_floor_s: float | None = None
 
     def total(self, field: str) -> int:
         """Sum over the ops of what OpCost calls `field`: flops, bytes, weight_bytes, kv_bytes, activation_bytes."""

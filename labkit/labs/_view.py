@@ -18,13 +18,12 @@ STYLE = """<style>
 .labkit-prediction { border-left: 4px solid #0072B2; padding: 2px 0 2px 10px; margin: 6px 0; }
 .labkit-status { font-size: 14px; line-height: 1.4; }
 .labkit-status.labkit-error { color: #a40000; font-weight: 600; white-space: pre-wrap; }
-.labkit-groups { display: flex; flex-wrap: wrap; gap: 8px 40px; }
-.labkit-groups table { border-collapse: collapse; font-size: 14px; line-height: 1.5; }
+.labkit-groups { display: flex; flex-wrap: wrap; gap: 6px 24px; }
+.labkit-groups table { flex: 1 1 420px; border-collapse: collapse; font-size: 14px; line-height: 1.45; }
 .labkit-groups caption { text-align: left; font-weight: 600; padding-bottom: 2px; }
-.labkit-groups td { padding: 0 14px 0 0; text-align: left; border: none; }
-.labkit-groups td.labkit-value { text-align: right; font-variant-numeric: tabular-nums; font-weight: 600;
-  white-space: nowrap; }
-.labkit-groups td.labkit-note { color: var(--jp-ui-font-color2, #616161); }
+.labkit-groups td { padding: 0 10px 0 0; text-align: left; border: none; white-space: nowrap; }
+.labkit-groups td.labkit-value { text-align: right; font-variant-numeric: tabular-nums; font-weight: 600; }
+.labkit-groups td.labkit-note { width: 100%; white-space: normal; color: var(--jp-ui-font-color2, #616161); }
 .labkit-export { display: inline-block; padding: 0 12px; line-height: 28px; font-size: 14px; text-decoration: none;
   color: var(--jp-ui-font-color1, #212121); background: var(--jp-layout-color2, #eee); }
 .labkit-export:hover { box-shadow: 0 2px 4px rgb(0 0 0 / 25%); }
@@ -35,9 +34,10 @@ class StatusLine(widgets.HBox):
     """One line that says what is running, with a bar, or what went wrong."""
 
     def __init__(self) -> None:
-        self._text = widgets.HTML(layout={"flex": "1 1 auto"})
-        self._bar = widgets.FloatProgress(min=0.0, max=1.0, layout={"width": "180px", "visibility": "hidden"})
-        super().__init__([self._bar, self._text], layout={"min_height": "34px", "align_items": "center"})
+        self._text = widgets.HTML()
+        self._bar = widgets.FloatProgress(min=0.0, max=1.0, layout={"width": "180px", "display": "none"})
+        layout = {"min_height": "34px", "align_items": "center", "margin": "0 0 0 12px"}
+        super().__init__([self._bar, self._text], layout=layout)
 
     @property
     def text(self) -> str:
@@ -48,12 +48,12 @@ class StatusLine(widgets.HBox):
         """Show what runs; a bar that does not know how far it is stands full and striped."""
         self._bar.bar_style = "" if progress.fraction is not None else "info"
         self._bar.value = 1.0 if progress.fraction is None else progress.fraction
-        self._bar.layout.visibility = "visible"
+        self._bar.layout.display = ""
         self._write(progress.text)
 
     def done(self, text: str) -> None:
         """Show a sentence and no bar."""
-        self._bar.layout.visibility = "hidden"
+        self._bar.layout.display = "none"
         self._write(text)
 
     def error(self, error: BaseException) -> None:
@@ -62,7 +62,7 @@ class StatusLine(widgets.HBox):
             text = "Interrupted. Move a knob to measure again."
         else:
             text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        self._bar.layout.visibility = "hidden"
+        self._bar.layout.display = "none"
         self._write(text, "labkit-error")
 
     def _write(self, text: str, extra: str = "") -> None:

@@ -12,6 +12,7 @@ from labkit.labs._prediction import Prediction
 from labkit.labs._roofline_compute import RooflineCompute
 from labkit.labs._roofline_figure import build_figure, draw
 from labkit.labs._roofline_result import RooflineParams, RooflineResult
+from labkit.measure import device_name
 from labkit.models import LoadedModel
 
 _BATCHES = [2**i for i in range(7)]
@@ -19,10 +20,10 @@ _SEQ_LENS = [2**i for i in range(4, 12)]
 _ASKED_BATCH = 8
 
 _HOW = (
-    "Each move runs a real decode step at that batch and context, and a real prefill, and clocks every op. "
-    "Left: on the slanted part of the roof memory sets the speed, on the flat part arithmetic does; "
-    "circles are decode, diamonds prefill. Right: the same step op by op, beside the least time that the roof allows. "
-    "Times are MEASURED here; bytes and FLOPs are MODELLED from the model's shape."
+    "Move a slider: a real decode step at that batch and context runs, then a real prefill, and every op is clocked. "
+    "Left: under the slanted roof memory sets the pace, under the flat one arithmetic does. "
+    "Right: where the time goes, beside the least that the roof allows. "
+    "Times are MEASURED here and now; bytes and FLOPs are MODELLED from the model's shape."
 )
 
 
@@ -70,7 +71,7 @@ def roofline_lab(model: str | LoadedModel = "smollm2-135m", *, device: torch.dev
     return Lab(
         LabSpec(
             name="roofline_lab",
-            title=f"What bounds a step? {name} on {device.type}",
+            title=f"What bounds a step? {name} on {device_name(device)}",
             how=_HOW,
             knobs=knobs,
             params=lambda **values: RooflineParams(model=name, **values),

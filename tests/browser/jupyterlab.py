@@ -68,7 +68,11 @@ class JupyterServer:
 
     def _environment(self, work: Path) -> dict[str, str]:
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        return os.environ | {"PYTHONPATH": paths, "LABKIT_LEDGER": str(self.ledger.path), "IPYTHONDIR": str(work / "ip")}
+        return os.environ | {
+            "PYTHONPATH": paths,
+            "LABKIT_LEDGER": str(self.ledger.path),
+            "IPYTHONDIR": str(work / "ip"),
+        }
 
     def _wait_until_up(self) -> None:
         deadline = time.monotonic() + START_S
@@ -177,7 +181,9 @@ class OpenNotebook:
                 if wanted(line):
                     return line
             self.page.wait_for_timeout(100)
-        raise AssertionError(f"no such ledger line; the lab says {self.page.locator('.labkit-status').all_inner_texts()}")
+        raise AssertionError(
+            f"no such ledger line; the lab says {self.page.locator('.labkit-status').all_inner_texts()}"
+        )
 
     def close(self) -> None:
         """End the kernel, then the page."""

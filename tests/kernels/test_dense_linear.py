@@ -1,5 +1,7 @@
 """dense_linear against its reference, and the choice of backend."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,13 +48,13 @@ def test_a_backend_asked_for_by_name_does_not_fall_back() -> None:
 
 
 def test_the_choice_says_why_and_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = "labkit.kernels.dense_linear"
+    room = sys.modules["labkit.kernels.dense_linear"]
     weight = torch.randn(64, 64)
     assert "more than the 4" in choose_backend("dense_linear", torch.zeros(5, 64), weight).reason
     ran: list[int] = []
-    monkeypatch.setattr(f"{room}._batched", lambda x, w, b: ran.append(1) or _batched(x, w, b))
+    monkeypatch.setattr(room, "_batched", lambda x, w, b: ran.append(1) or _batched(x, w, b))
     for speedup, name in ((2.0, "batched"), (1.0, "torch")):
-        monkeypatch.setattr(f"{room}._batched_speedup", lambda rows, threads, s=speedup: s)
+        monkeypatch.setattr(room, "_batched_speedup", lambda rows, threads, s=speedup: s)
         ran.clear()
         choice = choose_backend("dense_linear", torch.zeros(1, 64), weight)
         dense_linear(torch.zeros(1, 64), weight)

@@ -1,0 +1,274 @@
+"""Claims: the data are complete and sourced, verdicts follow from figures, tables say what was measured and how."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labkit._table import Table, readable
+from labkit.claims import (
+    NOT_MEASURED,
+    Claim,
+    ClaimsTable,
+    Literature,
+    claims_table,
+    load_claims,
+    reference_results,
+    verdict,
+)
+from labkit.hardware import datasheet_by_name
+from labkit.measure import Label, Measurement
+from labkit.models import model_config
+from labkit.roofline import kv_bytes_per_token, memory_bytes, op_costs, weight_bytes
+
+BY_ID = {claim.id: claim for claim in load_claims()}
+# What the course promises to check, each with a phrase of the claim that checks it.
+PROMISED = [
+    "140 GB", "810 GB", "trillions of FLOPs", "128k context", "60% of memory", "saves 75% of the cache", "leaves 1/G",
+    "MQA leaves 1/h", "INT4 KV cache saves 75%", "at most 0.5 perplexity", "INT4 weights save 75%", "32/b", "30% faster",
+    "cost 1% of quality", "1 to 3% of quality", "code and mathematics", "AWQ runs faster", "norms must not be quantized",
+    "grows with n, not with n²", "2 to 4 times faster than standard", "under 512 tokens", "Ampere card or later",
+    "80% acceptance is 5", "50% acceptance is 2", "75 to 85%", "2.5 to 3.8", "costs as much as generating one",
+    "fewer than 100 new tokens", "under 4%", "2 to 3 times the speed", "1.8 times", "3 times faster", "5 times faster",
+    "8 times faster", "100% to 30%",
+]  # fmt: skip
+
+
+def _claim(rule: str = "within", claimed=10.0, tolerance: float = 0.1) -> Claim:
+    literature = Literature("text", "source", "read")
+    return Claim("id", 1, "A claim.", "a check", "a quantity", "ratio", claimed, rule, tolerance, literature)
+
+
+def test_every_promised_claim_is_there_once_and_complete():
+    texts = [claim.claim for claim in load_claims()]
+    for phrase in PROMISED:
+        assert any(phrase in text for text in texts), phrase
+    assert len(set(texts)) == len(set(BY_ID)) == len(texts)
+    for claim in load_claims():
+        words = (claim.claim, claim.check, claim.quantity, claim.unit, claim.literature.text, claim.literature.source)
+        assert all(isinstance(word, str) and word.strip() for word in words), claim.id
+        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", claim.id) and claim.claim.endswith(".")
+    assert len(load_claims(1)) == len(load_claims("01")) == 8
+    assert {claim.chapter for claim in load_claims()} == set(range(1, 7))
+
+
+def _chapter_one() -> dict[str, object]:
+    """Chapter 01's figures that need no clock, from configs, as its notebook computes them."""
+    big, huge = model_config("llama-3.1-70b"), model_config("llama-3.1-405b")
+    step = op_costs(big, batch=1, q_len=1, kv_len=1, dtype="float16")
+
+    def need(context: int) -> float:
+        memory = memory_bytes(big, "float16", 1, context, q_len=1)
+        return float(memory.weights + memory.kv_cache)
+
+    def share(name: str, batch: int) -> float:
+        memory = memory_bytes(model_config(name), "float16", batch, 32_768, q_len=1)
+        return memory.kv_cache / (memory.kv_cache + memory.weights)
+
+    return {
+        "memory-70b-fp16": float(weight_bytes(big, "float16")),
+        "memory-405b-fp16": float(weight_bytes(huge, "float16")),
+        "flops-per-token-70b": float(sum(cost.flops for cost in step)),
+        "70b-128k-two-80gb": {f"{n // 1024}k of context": need(n) for n in (8192, 65_536, 131_072)},
+        "kv-share-32k": {
+            f"{name}, batch {b}": share(name, b) for name in ("llama-2-7b", "llama-3.1-8b") for b in (1, 2)
+        },
+    }
+
+
+def test_chapter_one_comes_to_the_known_verdicts():
+    table = claims_table("01", _chapter_one())
+    verdicts = {row.claim.id: row.verdict for row in table.rows}
+    assert list(verdicts) == [claim.id for claim in load_claims(1)]
+    assert verdicts["memory-70b-fp16"] == verdicts["memory-405b-fp16"] == "holds"
+    assert verdicts["flops-per-token-70b"] == "does not hold"
+    assert verdicts["70b-128k-two-80gb"] == "holds only when: 8k of context; 64k of context"
+    assert verdicts["kv-share-32k"] == "holds only when: llama-2-7b, batch 2"
+    assert verdicts["decode-speed-is-bandwidth"] == verdicts["prefill-compute-bound"] == NOT_MEASURED
+
+
+def test_literature_values_that_are_arithmetic_are_right():
+    figures = _chapter_one()
+    for claim_id in ("memory-70b-fp16", "memory-405b-fp16", "flops-per-token-70b"):
+        assert BY_ID[claim_id].literature.value == pytest.approx(figures[claim_id], rel=0.02)
+    assert BY_ID["70b-128k-two-80gb"].literature.value == pytest.approx(
+        figures["70b-128k-two-80gb"]["128k of context"], rel=0.01
+    )
+    assert BY_ID["70b-128k-two-80gb"].claimed == pytest.approx(
+        2 * datasheet_by_name("NVIDIA H100 PCIe").memory_bytes, rel=1e-3
+    )
+    shares = {
+        name: figures["kv-share-32k"][name]
+        for name in ("llama-2-7b, batch 1", "llama-2-7b, batch 2", "llama-3.1-8b, batch 1")
+    }
+    for share in shares.values():
+        assert f"{100 * share:.0f}%" in BY_ID["kv-share-32k"].literature.text
+    per_token = [kv_bytes_per_token(model_config(n), "float16") for n in ("llama-3.1-8b", "llama-2-7b")]
+    assert all(
+        f"{n:,} bytes" in BY_ID["gqa-8-of-32-saves-75"].literature.text
+        or f"{n:,}" in BY_ID["gqa-8-of-32-saves-75"].literature.text
+        for n in per_token
+    )
+    assert BY_ID["gqa-8-of-32-saves-75"].literature.value == 1 - per_token[0] / per_token[1]
+    h200 = datasheet_by_name("NVIDIA H200")
+    step = op_costs(model_config("llama-3.1-8b"), batch=1, q_len=1, kv_len=1, dtype="bfloat16")
+    intensity = sum(c.flops for c in step) / sum(c.bytes for c in step)
+    at = next(v for k, v in h200.matmul_flops.items() if "bfloat16" in str(k)) / h200.memory_bandwidth
+    assert BY_ID["decode-memory-bound"].literature.value == pytest.approx(intensity / at, rel=0.05)
+    int4 = 16 / (4 + 16 / 128)
+    assert BY_ID["int4-32-over-bits"].literature.value == pytest.approx(int4, abs=0.005)
+    assert BY_ID["int4-weights-save-75"].literature.value == pytest.approx(1 - 1 / int4, abs=0.001)
+    assert BY_ID["int4-30-percent-faster"].literature.value == pytest.approx(196.8 / 104.9, abs=0.01)
+    assert BY_ID["decode-speed-is-bandwidth"].literature.value == pytest.approx(1397 / 2039, abs=0.01)
+
+
+@pytest.mark.parametrize(("claim_id", "alpha"), [("acceptance-80-gives-5x", 0.8), ("acceptance-50-gives-2x", 0.5)])
+def test_speculation_values_follow_the_time_model(claim_id, alpha):
+    """Leviathan et al. 2023, theorem 3.8: (1 - alpha^(gamma + 1)) / ((1 - alpha) (gamma c + 1)), with c = 0.05."""
+
+    def calls(gamma: int) -> float:
+        return (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+    literature = BY_ID[claim_id].literature
+    at_four = calls(4) / (4 * 0.05 + 1)
+    best = max(calls(gamma) / (gamma * 0.05 + 1) for gamma in range(1, 30))
+    assert f"{calls(4):.2f} tokens a call" in literature.text and f"{at_four:.1f}x" in literature.text
+    assert literature.value == pytest.approx(best if alpha == 0.8 else at_four, rel=0.005)
+    assert verdict(BY_ID[claim_id], best) == "does not hold"
+
+
+@pytest.mark.parametrize(
+    ("rule", "claimed", "tolerance", "holding", "failing"),
+    [
+        ("within", 10.0, 0.1, [9.0, 10.0, 11.0], [8.99, 11.01]),
+        ("at_least", 10.0, 0.1, [9.0, 1e9], [8.99, 0.0]),
+        ("at_most", 10.0, 0.1, [11.0, -5.0], [11.01]),
+        ("between", (2.0, 4.0), 0.0, [2.0, 3.0, 4.0], [1.99, 4.01]),
+        ("between", (2.0, 4.0), 0.1, [1.8, 4.4], [1.79, 4.41]),
+        ("within", -2.0, 0.1, [-2.2, -1.8], [-2.21, -1.79]),
+    ],
+)
+def test_rules(rule, claimed, tolerance, holding, failing):
+    claim = _claim(rule, claimed, tolerance)
+    assert [verdict(claim, value) for value in holding] == ["holds"] * len(holding)
+    assert [verdict(claim, value) for value in failing] == ["does not hold"] * len(failing)
+
+
+def test_several_figures_give_a_verdict_with_its_conditions():
+    claim = _claim("at_least", 2.0, 0.0)
+    assert verdict(claim, {"a": 3.0, "b": 2.0}) == "holds"
+    assert verdict(claim, {"a": 1.0, "b": 1.9}) == "does not hold"
+    assert verdict(claim, {"a": 1.0, "b": 2.0, "c": 5}) == "holds only when: b; c"
+    assert verdict(claim, {"a": Measurement("x", 1.0, "ratio"), "b": 2.0}) == "holds only when: b"
+    assert verdict(claim, None) == verdict(claim, {}) == NOT_MEASURED
+
+
+@given(st.floats(-1e6, 1e6), st.sampled_from(["within", "at_least", "at_most"]))
+def test_a_verdict_turns_with_the_figure_not_with_the_claim(value, rule):
+    claim = _claim(rule, 10.0, 0.0)
+    expected = {"within": value == 10.0, "at_least": value >= 10.0, "at_most": value <= 10.0}[rule]
+    assert verdict(claim, value) == ("holds" if expected else "does not hold")
+    assert verdict(claim, Measurement("x", value, "ratio")) == verdict(claim, value)
+
+
+def test_a_table_shows_claim_literature_figure_label_and_verdict():
+    measured = Measurement("decode", 0.6, "ratio", device="a CPU")
+    recorded = replace(measured, value=0.71, label=Label.RECORDED)
+    figures = {
+        "decode-speed-is-bandwidth": {"here": measured, "H200": recorded},
+        "memory-70b-fp16": 141.1e9,
+    }
+    table = claims_table(1, figures)
+    text = str(table)
+    assert repr(table) == text
+    for part in ("here: 0.6x MEASURED", "H200: 0.71x RECORDED", "141 GB MODELLED", "PUBLISHED: gpt-fast README (read)"):
+        assert part in text
+    assert text.count("claim  ") == len(load_claims(1)) == text.count("verdict  ")
+    assert "holds only when" not in text and text.count("does not hold") == 1
+    assert text.count(NOT_MEASURED) == len(load_claims(1)) - 2
+    html = table._repr_html_()
+    assert html.count("<tr>") == 1 + len(load_claims(1)) and "141 GB MODELLED" in html
+
+
+def test_what_a_table_shows_is_escaped():
+    row = claims_table(1, {"kv-share-32k": {"<script>alert(1)</script>": 0.7}}).rows
+    html = ClaimsTable(row)._repr_html_()
+    assert "<script>" not in html and "&lt;script&gt;" in html
+    assert "<script>" in str(ClaimsTable(row))
+    assert "<b>" not in Table(("<b>",), (("<b>",),)).html()
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: load_claims(42), "chapter: got 42; takes one of 1, 2, 3"),
+        (lambda: load_claims("one"), "chapter: got 'one'"),
+        (
+            lambda: claims_table(1, {"memory-70b-fp6": 1.0}),
+            "measured: got 'memory-70b-fp6'.*did you mean memory-70b-fp16",
+        ),
+        (lambda: claims_table(1, {"int4-weights-save-75": 1.0}), "measured: got 'int4-weights-save-75'"),
+        (lambda: claims_table(1, [("a", 1.0)]), "measured: got"),
+        (lambda: claims_table(1, {"kv-share-32k": "0.7"}), "kv-share-32k.*got '0.7'; takes a number"),
+        (lambda: claims_table(1, {"kv-share-32k": {"x": None}}), r"kv-share-32k'\]\['x'\]: got None"),
+        (lambda: claims_table(1, {"kv-share-32k": math.nan}), "kv-share-32k.*got nan"),
+        (lambda: verdict(_claim(), Measurement("x", 1.0, "bytes")), "got 'a figure in bytes'; takes one in ratio"),
+        (lambda: verdict("memory-70b-fp16", 1.0), "claim: got 'memory-70b-fp16'; takes a Claim"),
+        (lambda: _claim("near"), "rule: got 'near'"),
+        (lambda: _claim("between", 3.0), "claimed: got 3.0"),
+        (lambda: _claim("between", (4.0, 2.0)), "claimed: got"),
+        (lambda: _claim("within", (2.0, 4.0)), "claimed: got"),
+        (lambda: _claim(tolerance=-0.1), "tolerance: got -0.1"),
+        (lambda: Literature("t", "s", "rumour"), "literature.status: got 'rumour'"),
+        (lambda: reference_results("decoding"), "topic: got 'decoding'.*did you mean decode"),
+    ],
+)
+def test_bad_input_is_named(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+def test_published_results_are_complete_and_none_claims_more_than_it_knows():
+    results = reference_results()
+    assert len({r.id for r in results}) == len(results) >= 90
+    for result in results:
+        assert all(
+            str(getattr(result, f)).strip() for f in ("quantity", "unit", "model", "hardware", "conditions", "source")
+        )
+        assert math.isfinite(result.value) and result.value > 0
+        assert Label.PUBLISHED in str(result) and result.source in str(result) and result.status in str(result)
+    assert {r.topic for r in results} == {
+        "decode", "ladder", "quantized_linear", "attention", "kv_cache", "speculative", "quality", "serving", "pruning",
+    }  # fmt: skip
+    assert reference_results("decode") == [r for r in results if r.topic == "decode"] != []
+    ladder = {r.id: r.value for r in reference_results("ladder")}
+    assert ladder["ladder-speculation"] / ladder["ladder-eager"] == pytest.approx(9.6, abs=0.05)
+    assert ladder["ladder-speculation"] / ladder["ladder-compiled"] == pytest.approx(2.29, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (141.1e9, "bytes", "141 GB"),
+        (512, "bytes", "512 B"),
+        (0.14e12, "FLOP", "140 GFLOP"),
+        (4.8e12, "bytes/s", "4.8 TB/s"),
+        (1.25e-3, "s", "1.25 ms"),
+        (4.37e-8, "s", "43.7 ns"),
+        (0.0, "s", "0 s"),
+        (250.0, "s", "250 s"),
+        (0.561, "fraction", "56.1%"),
+        (2.8, "ratio", "2.8x"),
+        (5.47, "perplexity", "5.47 perplexity"),
+    ],
+)
+def test_figures_are_written_as_a_person_would(value, unit, text):
+    assert readable(value, unit) == text
+
+
+def test_a_text_table_is_aligned():
+    lines = Table(("name", "n"), (("a", "1"), ("long name", "22"))).text().splitlines()
+    assert lines == ["name       n", "---------  --", "a          1", "long name  22"]
