@@ -28,12 +28,12 @@ BY_ID = {claim.id: claim for claim in load_claims()}
 # What the course promises to check, each with a phrase of the claim that checks it.
 PROMISED = [
     "140 GB", "810 GB", "trillions of FLOPs", "128k context", "60% of memory", "saves 75% of the cache", "leaves 1/G",
-    "MQA leaves 1/h", "INT4 KV cache saves 75%", "at most 0.5 perplexity", "INT4 weights save 75%", "32/b", "30% faster",
-    "cost 1% of quality", "1 to 3% of quality", "code and mathematics", "AWQ runs faster", "norms must not be quantized",
-    "grows with n, not with n²", "2 to 4 times faster than standard", "under 512 tokens", "Ampere card or later",
+    "MQA leaves 1/h", "INT4 KV cache saves 75%", "at most 0.5 perplexity", "INT4 weights save 75%", "32/b",
+    "30% faster", "cost 1% of quality", "1 to 3% of quality", "code and mathematics", "AWQ runs faster",
+    "norms must not be quantized", "grows with n, not with n²", "2 to 4 times faster than standard", "under 512 tokens", "Ampere card or later",
     "80% acceptance is 5", "50% acceptance is 2", "75 to 85%", "2.5 to 3.8", "costs as much as generating one",
-    "fewer than 100 new tokens", "under 4%", "2 to 3 times the speed", "1.8 times", "3 times faster", "5 times faster",
-    "8 times faster", "100% to 30%",
+    "fewer than 100 new tokens", "under 4%", "2 to 3 times the speed", "1.8 times", "it 3 times faster", "on top it is 5 times faster",
+    "on top it is 8 times faster", "100% to 30%",
 ]  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def test_parts_join_to_the_file_in_the_order_of_their_numbers(tmp_path):
     assert max(part.stat().st_size for part in parts) == 200
 
 
-@pytest.mark.parametrize("limit, groups", [(100, 2), (70, 2), (60, 3)])
+@pytest.mark.parametrize("limit, groups", [(100, 2), (70, 2), (63, 3)])
 def test_groups_hold_every_file_once_and_none_passes_the_limit(tmp_path, limit, groups):
     files = []
     for number, size in enumerate((50, 40, 20, 10, 5)):

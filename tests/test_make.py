@@ -1,4 +1,4 @@
-"""The Makefile does each step once, goes on after a failure, and starts what it says, with a Python that only listens."""
+"""The Makefile does each step once, goes on after a failure, and starts what it says: by a Python that only listens."""
 
 import os
 import shutil

@@ -6,6 +6,7 @@ _ROOM_OF = {
     "Decoder": "labkit.engine.decode",
     "GenerationResult": "labkit.engine.decode",
     "StaticKVCache": "labkit.engine.cache",
+    "count_launches": "labkit.engine.profile",
     "op_times": "labkit.engine.profile",
 }
 

@@ -1,16 +1,24 @@
 """Where a step's time goes: the real step, with a clock after each op."""
 
 import time
+from collections.abc import Callable
 
 import torch
 
 from labkit import _check
+from labkit._compat import quiet_profiler
 from labkit.engine.decode import Decoder
 from labkit.measure import Timing, device_lock, synchronize
 
 # Long enough for the host to queue a whole step behind it, so that an event stands at its kernel's end, not at the
 # moment when the host got round to launching it.
 _HEAD_START_CYCLES = 100_000_000
+
+_VIEWS = {
+    f"aten::{name}"
+    for name in "alias as_strided chunk detach expand flatten narrow permute reshape select slice split squeeze t "
+    "transpose unflatten unsqueeze view".split()
+}
 
 
 class _HostClock:
@@ -68,3 +76,23 @@ def op_times(decoder: Decoder, tokens: torch.Tensor, *, repeats: int = 5, warmup
                 for name, seconds in step.items():
                     samples.setdefault(name, []).append(seconds)
     return {name: Timing.of(seconds) for name, seconds in samples.items()}
+
+
+def count_launches(fn: Callable[[], object]) -> int:
+    """Kernels that one call of `fn` launches on a GPU; on a CPU, the library calls it makes that do any work.
+
+    Views and other calls that only look at a tensor's shape are not counted, nor are calls made by a counted one.
+    """
+    _check.require(callable(fn), "fn", fn, "a function of no arguments")
+    on_gpu = torch.cuda.is_available()
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    fn()
+    with quiet_profiler(), torch.profiler.profile(activities=[activity]) as profile:
+        fn()
+        if on_gpu:
+            torch.cuda.synchronize()
+    if on_gpu:
+        kernels = (event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+        return sum("Memcpy" not in event.name and "Memset" not in event.name for event in kernels)
+    calls = (event for event in profile.events() if event.name.startswith("aten::") and event.cpu_parent is None)
+    return sum(event.name not in _VIEWS for event in calls)

@@ -40,8 +40,8 @@ TEMPLATE = go.layout.Template(
         xaxis={"gridcolor": GRID, "linecolor": MUTED, "ticks": "outside", "tickcolor": MUTED, "zeroline": False},
         yaxis={"gridcolor": GRID, "linecolor": MUTED, "ticks": "outside", "tickcolor": MUTED, "zeroline": False},
         hoverlabel={"font": {"size": 13}, "align": "left", "bgcolor": "white"},
-        legend={"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top", "font": {"size": 13}},
-        margin={"l": 70, "r": 20, "t": 60, "b": 60},
+        legend={"orientation": "h", "x": 0, "yref": "container", "y": 0, "yanchor": "bottom", "font": {"size": 13}},
+        margin={"l": 70, "r": 20, "t": 60, "b": 90},
     )
 )
 

@@ -23,7 +23,7 @@ from IPython.display import display
 from labkit.labs._figures import to_png
 from labkit.labs._prediction import Prediction, PredictionBox
 from labkit.labs._result import Compute, LabResult, Progress, to_csv
-from labkit.labs._view import STYLE, StatusLine, numbers_html
+from labkit.labs._view import STYLE, Refit, StatusLine, numbers_html
 from labkit.labs._worker import LatestWorker, Run
 from labkit.measure import Ledger, device_lock
 
@@ -74,7 +74,7 @@ class Lab(widgets.VBox):
         self._png: tuple[LabResult | None, bytes | None] = (None, None)
         self._worker = LatestWorker(self._measure)
         self.figure = go.FigureWidget(spec.figure())
-        self.figure.layout.autosize = True  # as wide as the notebook, and again when that changes
+        self.figure.layout.autosize = True
         self.figure._config = self.figure._config | {"responsive": True, "displaylogo": False}
         super().__init__(self._build(), layout={"width": "100%"})
         self.add_class("labkit-lab")
@@ -101,7 +101,8 @@ class Lab(widgets.VBox):
         self.prediction = PredictionBox(spec.prediction) if spec.prediction else None
         controls = widgets.HBox([*spec.knobs.values()], layout={"flex_flow": "row wrap"})
         actions = widgets.HBox([self._again, reset, self._export, self.status], layout={"align_items": "center"})
-        parts = [widgets.HTML(STYLE + head + how), self.prediction, controls, actions, self.numbers, self.figure]
+        parts = [widgets.HTML(STYLE + head + how), self.prediction, controls, actions, self.numbers]
+        parts += [self.figure, Refit(layout={"width": "100%"})]
         self._offer_csv()
         return [part for part in parts if part is not None]
 

@@ -29,8 +29,8 @@ def build_figure() -> go.Figure:
         horizontal_spacing=0.1,
         subplot_titles=("Each op under the measured roof", "Where a step's time goes"),
     )
-    # To the left of the slope and on top of the flat there are no points to cover.
-    places = ["top left", "top left", "top left", "top right", "top left"]
+    # Above the ridge there are no points to cover: the bandwidth to its left, the peak to its right.
+    places = ["top left", "top left", "top right", "top left"]
     look = {"mode": "lines+text", "textposition": places, "hoverinfo": "skip", "showlegend": False}
     roof = {"color": COLOURS["ceiling"], "width": 3}
     figure.add_scatter(name="measured roof", line=roof, **look, row=1, col=1)
@@ -59,13 +59,13 @@ def build_figure() -> go.Figure:
 
 def _lay_out(figure: go.Figure) -> None:
     figure.update_layout(template=TEMPLATE, height=500, barmode="stack", bargap=0.25, uniformtext={"minsize": 11})
-    figure.update_layout(uniformtext_mode="hide", margin={"l": 75, "r": 15, "t": 45, "b": 40})
+    figure.update_layout(uniformtext_mode="hide", margin={"l": 75, "r": 15, "t": 45, "b": 100})
     figure.update_annotations(font_size=16)
     figure.update_xaxes(title="Intensity (FLOP per byte moved)", type="log", dtick=1, row=1, col=1)
     log_axis = {"type": "log", "dtick": 1, "exponentformat": "SI"}
     figure.update_yaxes(title="Achieved FLOP/s", **log_axis, row=1, col=1)
     figure.update_yaxes(title="% of the measured step", range=[0, 104], row=1, col=2)
-    figure.update_xaxes(range=[-0.6, 4.0], row=1, col=2)
+    figure.update_xaxes(range=[-0.6, 4.0], tickangle=0, tickfont_size=13, row=1, col=2)
 
 
 def _hover(name: str, seconds: float, fraction: float, flops: float, moved: float) -> list[str]:
@@ -83,22 +83,17 @@ def _step_hover(result: RooflineResult, phase: PhaseResult) -> list[str]:
 
 
 def _roof(bandwidth: float, peak: float, whose: str) -> dict[str, list]:
-    """The two roofs as one line, past both ends of the axis: bytes/s times intensity up to the ridge, then flat.
-
-    Each roof carries its name at a point of its own.
-    """
-    ridge = peak / bandwidth
-    low, slope, flat = _X_LOW / 10, 0.4 * ridge, 1.6 * ridge
-    x = [low, slope, ridge, flat, 1e4 * ridge]
-    names = ["", f"{whose} {si(bandwidth, 'B/s')}  ", "", f"{whose} {si(peak, 'FLOP/s')}", ""]
-    return {"x": x, "y": [min(peak, bandwidth * at) for at in x], "text": names}
+    """The two roofs as one line, past both ends of the axis: bytes/s times intensity up to the ridge, then flat."""
+    low, ridge = _X_LOW / 10, peak / bandwidth
+    names = ["", f"{whose} {si(bandwidth, 'B/s')} ", f" {whose} {si(peak, 'FLOP/s')}", ""]
+    return {"x": [low, ridge, ridge, 1e4 * ridge], "y": [bandwidth * low, peak, peak, peak], "text": names}
 
 
 def _set_ranges(figure: go.Figure, result: RooflineResult, earlier: Sequence[RooflineResult]) -> None:
     """Both axes to hold every point of this and the earlier results, and enough roof on both sides of the ridge."""
     phases = [phase for shown in (*earlier, result) for phase in shown.phases]
     ops = [op for phase in phases for op in phase.ops if op.cost.flops]
-    right = max(3 * result.ridge, *(8 * op.cost.intensity for op in ops))
+    right = max(3 * result.ridge, *(20 * op.cost.intensity for op in ops))
     bottom = min(result.peak / 1e3, *(op.achieved_flops / 2 for op in ops))
     top = 2 * max(result.peak, *(op.achieved_flops for op in ops))
     figure.layout.xaxis.range = log_range(_X_LOW, right)
@@ -156,7 +151,7 @@ def _draw_bars(figure: go.Figure, traces: dict, result: RooflineResult) -> None:
     at = [_BAR_AT[phase.name, kind] for phase, kind, _, _ in bars]
     figure.layout.xaxis2.tickvals = at
     figure.layout.xaxis2.ticktext = [
-        f"{phase.name if kind == 'measured' else kind}<br>{duration(total)}" for phase, kind, total, _ in bars
+        f"{phase.name if kind == 'measured' else 'roof'}<br>{duration(total)}" for phase, kind, total, _ in bars
     ]
     for family in FAMILIES:
         parts = [sum(seconds(op) for op in phase.family(family)) for phase, _, _, seconds in bars]

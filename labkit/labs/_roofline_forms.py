@@ -20,7 +20,7 @@ def numbers(result: RooflineResult) -> list[Number]:
 def _spread(timing: Timing) -> str:
     if timing.n < 3:
         return f"measured {'once' if timing.n == 1 else 'twice'}"
-    return f"{duration(timing.p10)} to {duration(timing.p90)}, {timing.n} times"
+    return f"{duration(timing.p10)} to {duration(timing.p90)} (n={timing.n})"
 
 
 def _roof_numbers(result: RooflineResult, phase: PhaseResult, group: str) -> list[Number]:
@@ -30,8 +30,8 @@ def _roof_numbers(result: RooflineResult, phase: PhaseResult, group: str) -> lis
     floor = f"the roof allows {duration(phase.floor_s)}"
     key, intensity, fraction = phase.name, phase.intensity, phase.fraction
     return [
-        Number(f"{key}_intensity", "intensity", f"{intensity:.3g} FLOP/byte", intensity, group, ridge),
-        Number(f"{key}_fraction", "share of the roof", f"{fraction:.0%}", fraction, group, floor),
+        Number(f"{key}_intensity", "FLOP/byte", f"{intensity:.3g}", intensity, group, ridge),
+        Number(f"{key}_fraction", "of the roof", f"{fraction:.0%}", fraction, group, floor),
     ]
 
 
@@ -41,7 +41,7 @@ def _decode_numbers(result: RooflineResult) -> list[Number]:
     weights, kv, tokens = d.total("weight_bytes"), d.op("attention").cost.kv_bytes, p.batch * p.seq_len
     speed, step = d.tokens_per_second, d.step.median
     share = f"{d.bandwidth / read:.0%} of {si(read, 'B/s')}"
-    each = f"{tokens:,} tokens, {si(kv / tokens, 'B')} each"
+    each = f"{tokens:,} tokens × {si(kv / tokens, 'B')}"
     once = "once a step" if p.batch == 1 else f"once a step, for all {p.batch}"
     every = "a token a step" if p.batch == 1 else f"{p.batch} tokens a step"
     return [
@@ -62,13 +62,13 @@ def _prefill_numbers(result: RooflineResult, p: PhaseResult) -> list[Number]:
     each = f"{si(flops / p.q_len, 'FLOP')} a token"
     shown = [
         Number("prefill_tokens_per_second", "speed", f"{speed:.3g} tokens/s", speed, group, "of the prompt"),
-        Number("ttft", "time to first token", duration(ttft), ttft, group, _spread(p.step)),
+        Number("ttft", "first token after", duration(ttft), ttft, group, _spread(p.step)),
         Number("prefill_flops", "work", si(flops, "FLOP"), flops, group, each),
         Number("prefill_rate", "work / time", si(rate, "FLOP/s"), rate, group, share),
         *_roof_numbers(result, p, group),
     ]
     if p.whole_floor_s is not None:
-        floor, note = p.whole_floor_s, f"too long to run here; at least {duration(p.whole_floor_s)} (MODELLED)"
+        floor, note = p.whole_floor_s, f"at least {duration(p.whole_floor_s)} (MODELLED)"
         shown.append(Number("prefill_whole_floor", f"all {asked} tokens", "not run", floor, group, note))
     return shown
 

@@ -4,6 +4,7 @@ import html
 from collections.abc import Sequence
 from itertools import groupby
 
+import anywidget
 import ipywidgets as widgets
 
 from labkit.labs._result import Number, Progress
@@ -18,8 +19,8 @@ STYLE = """<style>
 .labkit-prediction { border-left: 4px solid #0072B2; padding: 2px 0 2px 10px; margin: 6px 0; }
 .labkit-status { font-size: 14px; line-height: 1.4; }
 .labkit-status.labkit-error { color: #a40000; font-weight: 600; white-space: pre-wrap; }
-.labkit-groups { display: flex; flex-wrap: wrap; gap: 6px 24px; }
-.labkit-groups table { flex: 1 1 420px; border-collapse: collapse; font-size: 14px; line-height: 1.45; }
+.labkit-groups { display: flex; flex-wrap: wrap; gap: 6px 24px; align-items: flex-start; }
+.labkit-groups table { flex: 1 1 400px; border-collapse: collapse; font-size: 14px; line-height: 1.45; }
 .labkit-groups caption { text-align: left; font-weight: 600; padding-bottom: 2px; }
 .labkit-groups td { padding: 0 10px 0 0; text-align: left; border: none; white-space: nowrap; }
 .labkit-groups td.labkit-value { text-align: right; font-variant-numeric: tabular-nums; font-weight: 600; }
@@ -28,6 +29,27 @@ STYLE = """<style>
   color: var(--jp-ui-font-color1, #212121); background: var(--jp-layout-color2, #eee); }
 .labkit-export:hover { box-shadow: 0 2px 4px rgb(0 0 0 / 25%); }
 </style>"""
+
+
+class Refit(anywidget.AnyWidget):
+    """Nothing to see: makes the figures beside it as wide as the notebook, whenever that or they change.
+
+    plotly draws a figure before it stands on the page, where there is no width to take, and then listens to the window.
+    """
+
+    _esm = """
+    function render({ el }) {
+        const refit = () => window.dispatchEvent(new Event("resize"));
+        const watch = new ResizeObserver(refit);
+        watch.observe(el);
+        document.addEventListener("plotlywidget-after-render", refit);
+        return () => {
+            watch.disconnect();
+            document.removeEventListener("plotlywidget-after-render", refit);
+        };
+    }
+    export default { render };
+    """
 
 
 class StatusLine(widgets.HBox):

@@ -20,16 +20,16 @@ _SEQ_LENS = [2**i for i in range(4, 12)]
 _ASKED_BATCH = 8
 
 _HOW = (
-    "Move a slider: a real decode step at that batch and context runs, then a real prefill, and every op is clocked. "
-    "Left: under the slanted roof memory sets the pace, under the flat one arithmetic does. "
+    "Move a slider: one decode step and one prefill run for real, and every op is clocked. "
+    "Left: memory sets the pace under the slanted roof, arithmetic under the flat one. "
     "Right: where the time goes, beside the least that the roof allows. "
-    "Times are MEASURED here and now; bytes and FLOPs are MODELLED from the model's shape."
+    "Times are MEASURED now; bytes and FLOPs are MODELLED."
 )
 
 
 def _slider(description: str, options: Sequence[object], value: object) -> widgets.SelectionSlider:
-    width = {"width": "320px"}
-    style = {"description_width": "70px"}
+    width = {"width": "270px"}
+    style = {"description_width": "60px"}
     return widgets.SelectionSlider(
         options=options, value=value, description=description, continuous_update=False, layout=width, style=style
     )

