@@ -29,9 +29,7 @@ def perplexity(model: PreTrainedModel | LoadedModel, token_ids: Tensor, context_
     is comparable only at the same context_length. Logits are taken in float32.
     Errors: ValueError for ids outside the vocabulary and for a text shorter than one window.
     """
-    value = math.nan
-    for _, value in perplexity_stream(model, token_ids, context_length):  # noqa: B007
-        pass
+    *_, (_, value) = perplexity_stream(model, token_ids, context_length)
     return value
 
 

@@ -180,15 +180,16 @@ def test_sections_are_chosen_in_their_own_order():
 
 @without_gpu
 @pytest.mark.slow
-def test_every_section_runs_at_tiny_shapes_and_is_labelled_a_self_test(tmp_path, monkeypatch):
+def test_sections_run_at_tiny_shapes_and_are_labelled_a_self_test(tmp_path, monkeypatch):
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # a device lock of its own: figures are not what is tested here
+    monkeypatch.setenv("SECTION", "environment,ceilings,tests,decoder_8b")  # decoder_1b differs in its shape only
     command = [sys.executable, "-m", "labkit", "gpu-check", "--allow-cpu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     run = on_disk(tmp_path / "gpu-check-selftest-cpu.json")
     assert (run["label"], run["kind"]) == (SELF_TEST, "cpu")
-    assert list(run["sections"]) == [section.name for section in SECTIONS]
+    assert list(run["sections"]) == [section.name for section in SECTIONS if section.name != "decoder_1b"]
     decoder = run["sections"]["decoder_8b"]["results"]
     reached = decoder["step_bytes"] * decoder["eager_tokens_per_second"]
     assert decoder["bandwidth"]["reached"] == pytest.approx(reached)

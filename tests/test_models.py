@@ -179,6 +179,8 @@ def test_tiny_model_takes_a_configs_fields_and_refuses_others():
         tiny_model(num_attention_heads=5)
     with pytest.raises(ValueError, match="num_key_value_heads: got 3; takes a divisor of num_attention_heads=4"):
         tiny_model(num_key_value_heads=3)
+    with pytest.raises(ValueError, match="hidden_size: got '64'; takes an integer of at least 1"):
+        tiny_model(hidden_size="64")
 
 
 @pytest.fixture

@@ -81,6 +81,14 @@ def test_shapes_and_dtypes_of_ids_do_not_matter(model, tokens):
     assert perplexity(LoadedModel(model, None, "tiny"), tokens, 20) == expected
 
 
+def test_no_graph_is_built_for_a_model_that_is_being_trained(tokens):
+    model = tiny_model().requires_grad_(True)
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.requires_grad))
+    perplexity(model, tokens, 50)
+    assert seen == [False, False]
+
+
 def test_gradients_stay_as_the_caller_has_them(model, tokens):
     stream = perplexity_stream(model, tokens, 20)
     next(stream)

@@ -202,5 +202,5 @@ def ceilings(device: str | None) -> Iterator[Finding]:
         advice = "less than half: is something else running on this device?" if slow else ""
         facts = {"measured": rate, "datasheet": peak, "unit": unit}
         yield Finding("ceilings", Status.NOTE if slow else Status.OK, says, advice, facts)
-    if sheet is None:
+    if sheet is None and hardware.describe(device).kind == "cuda":
         yield Finding("ceilings", Status.NOTE, "no datasheet row for this device in data/gpus.yaml: measured only")

@@ -202,7 +202,7 @@ class Decoder:
                 token = sample(logits, temperature, top_k, top_p, generator)
                 if stop is not None:
                     token = torch.where(finished, stop[0], token)
-                    finished |= torch.isin(token, stop)
+                    finished = torch.isin(token, stop)
                 steps.append(tokens := token[:, None])
                 synchronize(self.device)
                 times.append(time.perf_counter() - begin)

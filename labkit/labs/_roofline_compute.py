@@ -1,6 +1,7 @@
 """What `roofline_lab` measures: a decode step and a prefill, whole and op by op. No widgets here."""
 
 import copy
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from labkit.labs._result import Progress, si
 from labkit.labs._roofline_result import OpPoint, PhaseResult, RooflineParams, RooflineResult
 from labkit.measure import Timing, synchronize
 from labkit.models import LoadedModel, load_model
-from labkit.roofline import memory_bytes, op_costs, time_floor
+from labkit.roofline import OpCost, memory_bytes, op_costs, time_floor
 
 Cancelled = Callable[[], bool]
 
@@ -22,6 +23,8 @@ _PREFILL_FLOOR_S = 0.7
 # Time for the repeats of a whole step, and again for the step op by op; slow steps run a few times all the same.
 _REPEATS_S = 0.35
 _LEAST_REPEATS = {"decode": 3, "prefill": 2}
+# A whole step this much faster than the roof allows shows that the roof stands too low.
+_BEATEN = 1.05
 _HEADROOM = 0.9  # of the memory that is free
 
 
@@ -50,13 +53,15 @@ class RooflineCompute:
         self._free_bytes = free_bytes or (lambda: describe(device).free_bytes)
         self._copies: dict[torch.dtype, LoadedModel] = {}
         self._decoders: tuple[torch.dtype, Decoder, Decoder] | None = None
+        self._highest: Ceilings | None = None
+        self._second_looks = 2
 
     def __call__(self, params: RooflineParams, cancelled: Cancelled) -> Iterator[Progress | RooflineResult]:
         dtype = getattr(torch, params.dtype)
         yield Progress(f"Loading {params.model} in {params.dtype}", 0.05)
         decoder, prefiller = self._decoders_for(dtype)
         yield Progress("Measuring this machine's ceilings (about 2 s, once)", 0.1)
-        ceilings = measure_ceilings(self._device)
+        ceilings = self._raised_to(measure_ceilings(self._device))
         if cancelled():
             return
         config = decoder.model.config
@@ -73,12 +78,18 @@ class RooflineCompute:
         sheet = datasheet(self._device)
         found = functools.partial(RooflineResult, params, str(self._device), ceilings, sheet, decode)
         yield found()
-        length = self._prefill_length(config, params, ceilings)
+        length, uncut = self._prompt_costs(config, params, ceilings)
         yield Progress(f"Prefill of {length} tokens, whole and op by op", 0.7)
         prefiller.reset()
         prefill = self._phase("prefill", prefiller, params, ceilings, 1, length, cancelled)
-        if prefill is not None:
-            yield found(prefill)
+        if prefill is None:
+            return
+        prefill = dataclasses.replace(prefill, uncut=uncut)
+        yield found(prefill)
+        if self._second_looks and any(phase.fraction > _BEATEN for phase in (decode, prefill)):
+            self._second_looks -= 1
+            yield Progress("A step beat the roof, which was measured too low: measuring it again", 0.9)
+            yield found(prefill).under(self._raised_to(measure_ceilings(self._device, refresh=True)))
 
     def _decoders_for(self, dtype: torch.dtype) -> tuple[Decoder, Decoder]:
         """One decoder for decode and one for prefill, each with its cache, over one model."""
@@ -87,6 +98,16 @@ class RooflineCompute:
             loaded = self._model_in(dtype)
             self._decoders = dtype, Decoder(loaded), Decoder(loaded)
         return self._decoders[1:]
+
+    def _raised_to(self, measured: Ceilings) -> Ceilings:
+        """The highest of what has been measured: what a busy neighbour took away was there all the same."""
+        best = self._highest
+        if best is not None and best.threads == measured.threads:
+            flops = {dtype: max(value, best.matmul_flops[dtype]) for dtype, value in measured.matmul_flops.items()}
+            read = max(best.read_bandwidth, measured.read_bandwidth)
+            measured = dataclasses.replace(measured, read_bandwidth=read, matmul_flops=flops)
+        self._highest = measured
+        return measured
 
     def _model_in(self, dtype: torch.dtype) -> LoadedModel:
         if isinstance(self._given, str):
@@ -127,17 +148,17 @@ class RooflineCompute:
                 f"takes at most batch {batch} at this length, or length {seq_len} at this batch"
             )
 
-    def _prefill_length(self, config: object, params: RooflineParams, ceilings: Ceilings) -> int:
-        """The prompt's length, halved until the roof lets it run within the budget."""
-        length = params.seq_len
-        while length > 16 and self._floor(config, params, ceilings, length) > _PREFILL_FLOOR_S:
-            length //= 2
-        return length
-
     @staticmethod
-    def _floor(config: object, params: RooflineParams, ceilings: Ceilings, length: int) -> float:
-        costs = op_costs(config, batch=1, q_len=length, kv_len=length, dtype=params.dtype, logits_to_keep=1)
-        return time_floor(costs, ceilings, params.dtype)
+    def _prompt_costs(config: object, params: RooflineParams, ceilings: Ceilings) -> tuple[int, tuple[OpCost, ...]]:
+        """The prompt's length, halved until the roof lets it run within the budget; the whole's costs if it was."""
+
+        def costs(length: int) -> list[OpCost]:
+            return op_costs(config, batch=1, q_len=length, kv_len=length, dtype=params.dtype, logits_to_keep=1)
+
+        length = params.seq_len
+        while length > 16 and time_floor(costs(length), ceilings, params.dtype) > _PREFILL_FLOOR_S:
+            length //= 2
+        return length, tuple(costs(params.seq_len)) if length < params.seq_len else ()
 
     def _phase(
         self,
@@ -161,9 +182,7 @@ class RooflineCompute:
         seconds = op_times(decoder, tokens, repeats=repeats, warmup=0)
         costs = op_costs(config, batch=batch, q_len=q_len, kv_len=kv_len, dtype=params.dtype, logits_to_keep=1)
         ops = tuple(OpPoint(c, seconds[c.name], time_floor(c, ceilings, params.dtype)) for c in costs)
-        cut = name == "prefill" and q_len < params.seq_len
-        whole = self._floor(config, params, ceilings, params.seq_len) if cut else None
-        return PhaseResult(name, batch, q_len, kv_len, steps, ops, whole)
+        return PhaseResult(name, batch, q_len, kv_len, steps, ops)
 
 
 def _time_steps(decoder: Decoder, tokens: torch.Tensor, least: int, cancelled: Cancelled) -> Timing | None:

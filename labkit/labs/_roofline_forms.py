@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from labkit.labs._result import Number, duration, si
 from labkit.measure import Label, Measurement, Timing
+from labkit.roofline import time_floor
 
 if TYPE_CHECKING:
     from labkit.labs._roofline_result import PhaseResult, RooflineResult
@@ -67,9 +68,10 @@ def _prefill_numbers(result: RooflineResult, p: PhaseResult) -> list[Number]:
         Number("prefill_rate", "work / time", si(rate, "FLOP/s"), rate, group, share),
         *_roof_numbers(result, p, group),
     ]
-    if p.whole_floor_s is not None:
-        floor, note = p.whole_floor_s, f"at least {duration(p.whole_floor_s)} (MODELLED)"
-        shown.append(Number("prefill_whole_floor", f"all {asked} tokens", "not run", floor, group, note))
+    if p.uncut:
+        floor = time_floor(p.uncut, result.ceilings, result.params.dtype)
+        note = f"at least {duration(floor)} (MODELLED)"
+        shown.append(Number("uncut_floor", f"all {asked} tokens", "not run", floor, group, note))
     return shown
 
 

@@ -1,13 +1,13 @@
 """What `roofline_lab` finds out: its parameters, and each op of a decode step and a prefill beside its ceiling."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from labkit import _check
 from labkit.hardware import Ceilings, Datasheet
 from labkit.labs import _roofline_forms as forms
 from labkit.labs._result import Number
 from labkit.measure import Measurement, Timing
-from labkit.roofline import OpCost, ridge
+from labkit.roofline import OpCost, ridge, time_floor
 
 # Ops that a learner thinks of as one thing share a colour; the names are those of `op_costs`.
 FAMILIES = {
@@ -60,8 +60,8 @@ class OpPoint:
 class PhaseResult:
     """A decode step or a prefill: `batch` sequences of `q_len` new tokens, each attending to `kv_len`.
 
-    `step` times the whole step, without a clock between its ops. `whole_floor_s`: of a prompt that was cut because it
-    would run too long, the seconds that the roof asks for the whole of it; else None.
+    `step` times the whole step, without a clock between its ops. `uncut`: of a prompt that was cut because it would
+    run too long, what the whole of it costs.
     """
 
     name: str
@@ -70,11 +70,16 @@ class PhaseResult:
     kv_len: int
     step: Timing
     ops: tuple[OpPoint, ...]
-    whole_floor_s: float | None = None
+    uncut: tuple[OpCost, ...] = ()
 
     def total(self, field: str) -> int:
         """Sum over the ops of what OpCost calls `field`: flops, bytes, weight_bytes, kv_bytes, activation_bytes."""
         return sum(getattr(op.cost, field) for op in self.ops)
+
+    def under(self, ceilings: Ceilings, dtype: str) -> "PhaseResult":
+        """The same times under another roof."""
+        ops = tuple(replace(op, floor_s=time_floor(op.cost, ceilings, dtype)) for op in self.ops)
+        return replace(self, ops=ops)
 
     def op(self, name: str) -> OpPoint:
         """The op of that name."""
@@ -140,6 +145,11 @@ class RooflineResult:
     def ridge(self) -> float:
         """FLOP/byte at which the two measured roofs meet."""
         return ridge(self.ceilings, self.params.dtype)
+
+    def under(self, ceilings: Ceilings) -> "RooflineResult":
+        """The same times under another roof."""
+        decode, *prefill = (phase.under(ceilings, self.params.dtype) for phase in self.phases)
+        return replace(self, ceilings=ceilings, decode=decode, prefill=prefill[0] if prefill else None)
 
     def numbers(self) -> list[Number]:
         return forms.numbers(self)

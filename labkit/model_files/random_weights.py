@@ -45,8 +45,8 @@ def tiny_model(**config_overrides: object) -> LlamaForCausalLM:
     for field in config_overrides:
         _check.choice("config_overrides", field, known)
     fields = _TINY | config_overrides
-    heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
-    hidden = fields["hidden_size"]
+    sizes = ("num_attention_heads", "num_key_value_heads", "hidden_size")
+    heads, kv_heads, hidden = (_check.integer(field, fields[field], 1) for field in sizes)
     _check.require(hidden % heads == 0, "hidden_size", hidden, f"a multiple of num_attention_heads={heads}")
     _check.require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
     with torch.random.fork_rng(devices=[]):

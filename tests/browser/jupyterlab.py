@@ -28,9 +28,10 @@ _SETTINGS = {
     "notebook-extension/tracker": '{"windowingMode": "none"}',
 }
 _PANEL = "window.jupyterapp.shell.currentWidget"
-_KERNEL_IS_IDLE = f"""() => {{
-    const kernel = window.jupyterapp && {_PANEL} && {_PANEL}.sessionContext?.session?.kernel;
-    return kernel && kernel.status === 'idle';
+_KERNEL_IS_READY = f"""() => {{
+    const panel = window.jupyterapp && {_PANEL};
+    return panel && panel.context?.isReady && panel.sessionContext?.isReady
+        && panel.sessionContext.session?.kernel?.status === 'idle';
 }}"""
 
 
@@ -107,7 +108,12 @@ class OpenNotebook:
         self.page.on("console", self._hear)
         self.page.goto(f"{server.url}/lab/tree/{name}?token={server.token}")
         self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=START_S * 1000)
-        self.page.wait_for_function(_KERNEL_IS_IDLE, timeout=KERNEL_S * 1000)
+        self.page.wait_for_function(_KERNEL_IS_READY, timeout=KERNEL_S * 1000)
+
+    def clear(self) -> None:
+        """Forget the outputs and counts that the file keeps, so that what is there afterwards was made now."""
+        self._command("notebook:clear-all-cell-outputs", KERNEL_S)
+        assert set(self.execution_counts()) <= {None}
 
     def _hear(self, message: object) -> None:
         if message.type == "error":
@@ -115,12 +121,15 @@ class OpenNotebook:
 
     def run_all(self, timeout_s: float) -> None:
         """Run every cell, as the menu's Run All does, and wait for the last."""
+        self.clear()
         self._command("notebook:run-all-cells", timeout_s)
 
     def run_cell(self, index: int, timeout_s: float = MEASURE_S) -> None:
         """Run one cell and wait for it."""
         self.page.evaluate(f"index => {{ {_PANEL}.content.activeCellIndex = index; }}", index)
         self._command("notebook:run-cell", timeout_s)
+        count = self.page.evaluate(f"index => {_PANEL}.content.widgets[index].model.executionCount", index)
+        assert count is not None, f"cell {index} of {self.name} did not run"
 
     def _command(self, command: str, timeout_s: float) -> None:
         start = "command => { window.done = false; window.jupyterapp.commands.execute(command)"
@@ -128,7 +137,8 @@ class OpenNotebook:
         self.page.wait_for_function("() => window.done", timeout=timeout_s * 1000)
 
     def run_labs(self) -> None:
-        """Run the cells that only import, and those tagged `lab`; wait for each lab's default result."""
+        """Run the cells that a lab needs, and wait for its default result."""
+        self.clear()
         for index in cells_for_labs(self.server.root / self.name):
             self.run_cell(index)
         self.wait_measured()
@@ -170,8 +180,13 @@ class OpenNotebook:
         return float(cell.get_attribute("data-exact")), cell.inner_text()
 
     def wait_measured(self) -> None:
-        """Wait until the lab says that it has measured."""
-        self.page.wait_for_selector(".labkit-lab .labkit-status:has-text('Measured in')", timeout=MEASURE_S * 1000)
+        """Wait until the lab says that it has measured; AssertionError with what is wrong where something is."""
+        done = self.page.locator(".labkit-lab .labkit-status", has_text="Measured in")
+        deadline = time.monotonic() + MEASURE_S
+        while not done.count():
+            assert time.monotonic() < deadline, f"nothing measured in {MEASURE_S} s; {self.errors()}"
+            assert not self.errors(), self.errors()
+            self.page.wait_for_timeout(100)
 
     def wait_for_ledger(self, wanted: Callable[[Measurement], bool], after: int) -> Measurement:
         """The first ledger line past the first `after` that is `wanted`."""
@@ -192,13 +207,12 @@ class OpenNotebook:
 
 
 def cells_for_labs(path: Path) -> list[int]:
-    """Indices of the cells that a lab needs: those that hold nothing but imports, and those tagged `lab`."""
+    """Indices of the cells that a lab needs: the first code cell, which imports and loads; others that hold nothing
+    but imports; those tagged `lab`."""
     cells = nbformat.read(path, as_version=4).cells
-    return [
-        index
-        for index, cell in enumerate(cells)
-        if cell.cell_type == "code" and ("lab" in cell.metadata.get("tags", []) or _only_imports(cell.source))
-    ]
+    code = [index for index, cell in enumerate(cells) if cell.cell_type == "code"]
+    tagged = {index for index in code if "lab" in cells[index].metadata.get("tags", [])}
+    return [index for index in code if index == code[0] or index in tagged or _only_imports(cells[index].source)]
 
 
 def _only_imports(source: str) -> bool:

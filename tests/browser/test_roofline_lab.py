@@ -1,25 +1,13 @@
 """`roofline_lab` as a learner moves it: each slider changes a quantity that is known beforehand, and the ledger."""
 
-import nbformat
 import pytest
-
-from tests.browser.jupyterlab import ROOT
 
 DEFAULT = {"batch": 1, "seq_len": 128, "dtype": "float32", "model": "smollm2-135m"}
 
 
-def chapter_of(lab: str) -> str:
-    """The notebook in which a cell tagged `lab` calls it."""
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        for cell in nbformat.read(path, as_version=4).cells:
-            if "lab" in cell.metadata.get("tags", []) and f"{lab}(" in cell.source:
-                return path.name
-    raise AssertionError(f"no notebook has a cell tagged lab that calls {lab}()")
-
-
 @pytest.fixture
 def notebook(open_notebook):
-    notebook = open_notebook(chapter_of("roofline_lab"))
+    notebook = open_notebook("01_bottleneck_analysis.ipynb")
     notebook.run_labs()
     assert notebook.errors() == []
     assert notebook.page.locator(".labkit-lab").count() == 1

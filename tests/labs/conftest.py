@@ -16,4 +16,4 @@ def ledger(_own_ledger: Path) -> Ledger:
 @pytest.fixture
 def fixed_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lab finds the same ceilings wherever the test runs."""
-    monkeypatch.setattr(_roofline_compute, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(_roofline_compute, "measure_ceilings", lambda device, refresh=False: CEILINGS)

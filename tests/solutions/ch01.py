@@ -1,8 +1,8 @@
 """Chapter 01's solutions, and wrong answers that learners give, as the text of the cells tagged `exercise:<name>`.
 
-SOLUTIONS[name] replaces the tagged cell when the chapter is run with its solutions. WRONG[name] holds pairs: a cell's
-text, and a phrase that the check's message must contain, so that it names what failed. ANSWERS[name] is the
-expression that the notebook's next cell passes to `check`; `measured` there is a Measurement by `measured_decode`.
+SOLUTIONS[name] replaces the tagged cell when the chapter is run with its solutions; STUBS[name] is an untouched one.
+WRONG[name] holds pairs: a cell's text, and a phrase that the check's message must contain, naming what failed.
+ANSWERS[name] is what is passed to `check`, as in the notebook's next cell, with `measured` made by `measured_decode`.
 """
 
 ANSWERS: dict[str, str] = {
@@ -206,7 +206,7 @@ def memory_bound_batch(matmul_flops, read_bandwidth, bytes_per_weight):
         ),
     ],
     "fixed_benchmark": [
-        (_BUGGY_BENCHMARK, "asked for"),
+        (_BUGGY_BENCHMARK, "when runs stop early at EOS: 12 tokens in 6 s"),
         (_changed("fixed_benchmark", (" - len(prompt)", "")), "the prompts' tokens with the new ones"),
         (_MEAN_OF_RATES, "not the mean"),
         (

@@ -50,7 +50,7 @@ class Section:
     timeout_s: float = TIMEOUT_S
 
 
-_ENGINE = ("labkit/engine/*.py",)
+_ENGINE = ("labkit/engine/*.py", "labkit/kernels/dense_linear/*.py")
 
 # In the order they run: what the others are held against comes first.
 SECTIONS = (
