@@ -18,7 +18,22 @@ import yaml
 
 from labkit import _check
 from labkit._paths import DATA
+from labkit._threads import set_threads
 from labkit.measure import Timing, compare_ops, device_name, time_op
+
+__all__ = [
+    "Ceilings",
+    "Datasheet",
+    "DeviceInfo",
+    "backends",
+    "datasheet",
+    "datasheet_by_name",
+    "describe",
+    "detect_device",
+    "measure_ceilings",
+    "measured_dtypes",
+    "set_threads",
+]
 
 
 def detect_device() -> torch.device:
@@ -188,35 +203,6 @@ def measure_ceilings(
     read = max(rate["read by sum"], rate["read by dot"])
     _measured[key] = Ceilings(read, rate["copy"], flops, device_name(device), torch.get_num_threads(), details)
     return _measured[key]
-
-
-def set_threads(candidates: list[int] | None = None) -> int:
-    """Choose and set the CPU thread count under which a decode step's reads run fastest; returns it.
-
-    A decode step is a chain of small matmuls, each with a fork and a join, so that more threads can be slower where a
-    neighbour is busy. Half a second.
-    """
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    candidates = candidates or sorted({1, max(1, cores // 2), min(cores, 16), cores})
-    for count in candidates:
-        _check.integer("candidates", count, 1)
-    weights = [torch.randn(1536, 576) for _ in range(30)]
-    x = torch.randn(576, 4)
-    before = torch.get_num_threads()
-    ops = {str(count): functools.partial(_read_all, weights, x, count) for count in candidates}
-    try:
-        timings = compare_ops(ops, device="cpu", min_run_s=0.1, warmup=2)
-    finally:
-        torch.set_num_threads(before)
-    best = min(candidates, key=lambda count: timings[str(count)].median)
-    torch.set_num_threads(best)
-    return best
-
-
-def _read_all(weights: list[torch.Tensor], x: torch.Tensor, threads: int) -> None:
-    torch.set_num_threads(threads)
-    for weight in weights:
-        torch.mm(weight, x)
 
 
 # What each optional backend is imported as, and how to get it where it can be had.

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from labkit.engine import Decoder, op_times
+from labkit.engine import Decoder, count_launches, op_times
 from labkit.models import tiny_model
 from labkit.roofline import op_costs
 
@@ -40,3 +40,17 @@ def test_the_ops_together_are_the_step(decoder: Decoder, monkeypatch: pytest.Mon
     times = op_times(decoder, torch.ones(2, 1, dtype=torch.long), repeats=3)
     assert 0.03 <= times["lm_head"].median < 0.06
     assert sum(t.median for name, t in times.items() if name != "lm_head") < 0.03
+
+
+def test_launches_are_the_calls_that_do_work() -> None:
+    x = torch.randn(4, 4)
+    if torch.cuda.is_available():
+        x = x.cuda()
+    assert count_launches(lambda: x.add(1).view(16).mul(2).unsqueeze(0)) == 2
+    # A layer more is the same calls once more, whatever stands around the layers.
+    step = {}
+    for layers in (1, 2, 3):
+        decoder = Decoder(tiny_model(num_hidden_layers=layers))
+        decoder.fill_cache(1, 8)
+        step[layers] = count_launches(lambda d=decoder: (d.forward(torch.ones(1, 1, dtype=torch.long)), d.crop(8)))
+    assert step[3] - step[2] == step[2] - step[1] > 10

@@ -1,0 +1,48 @@
+"""Charts outside a lab: what they draw, and the three forms that a notebook keeps."""
+
+import pytest
+
+from labkit.labs import charts
+from labkit.labs.charts import curves, time_shares
+from labkit.measure import Timing
+
+TIMES = {"embed": Timing(0.001, 0.001, 0.001, 1), "lm_head": Timing(0.003, 0.003, 0.003, 1)}
+
+
+def test_shares_are_of_the_whole_and_the_longest_is_on_top() -> None:
+    chart = time_shares(TIMES, floors={"embed": 0.0005, "lm_head": 0.002}, title="A step")
+    bars, marks = chart.figure.data
+    assert list(bars.y) == ["embed", "lm_head"] and list(bars.x) == [1.0, 3.0] and list(bars.text) == ["25%", "75%"]
+    assert list(marks.y) == list(bars.y) and list(marks.x) == [0.5, 2.0]
+    assert chart.text.splitlines()[1].split() == ["lm_head", "3", "ms", "75%"]
+
+
+def test_curves_mark_the_ceiling() -> None:
+    chart = curves(
+        (1, 2), {"measured": [10, 18], "roof": [12, 24]}, title="t", x_title="batch", y_title="y", ceiling="roof"
+    )
+    measured, roof = chart.figure.data
+    assert roof.line.dash == "dash" and measured.line.dash is None and list(measured.y) == [10, 18]
+    assert chart.text.splitlines()[2].split() == ["measured", "10", "18"]
+
+
+def test_the_bundle_has_text_a_picture_where_one_can_be_drawn_and_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    chart = time_shares(TIMES, title="A step")
+    for picture, kept in ((b"png", "cG5n"), (None, None)):
+        monkeypatch.setattr(charts, "to_png", lambda *_, p=picture, **__: p)
+        bundle = chart._repr_mimebundle_()
+        assert bundle.get("image/png") == kept and bundle["text/plain"] == chart.text == repr(chart)
+        assert bundle["application/vnd.plotly.v1+json"]["data"]
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: time_shares({}, title="t"), "times"),
+        (lambda: curves((1, 2), {"a": [1]}, title="t", x_title="x", y_title="y"), r"lines\['a'\]"),
+        (lambda: curves((1,), {"a": [1]}, title="t", x_title="x", y_title="y", ceiling="b"), "ceiling"),
+    ],
+)
+def test_refusals(call: object, named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named}: got"):
+        call()
