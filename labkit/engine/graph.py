@@ -4,6 +4,8 @@ A graph replays fixed addresses and shapes. The token, its slot and its position
 tensors, and attention looks at a bucket of slots, those past the end masked; a bucket that fills up is captured anew.
 """
 
+import functools
+
 import torch
 
 from labkit.engine.cache import StaticKVCache
@@ -12,6 +14,22 @@ from labkit.engine.step import StepInput, StepOps, run_step
 # Attention reads whole buckets: at most 255 slots too many a step, and one capture every 256 tokens.
 _BUCKET = 256
 _WARMUP_STEPS = 2
+
+
+def static_step(
+    ops: StepOps,
+    tokens: torch.Tensor,
+    slot: torch.Tensor,
+    cache: StaticKVCache,
+    rotary: tuple[torch.Tensor, torch.Tensor],
+    kv_len: int,
+) -> torch.Tensor:
+    """Logits `(batch, 1, vocab)` of `tokens (batch, 1)` at `slot (1,)`, with shapes that do not depend on the slot's
+    value: attention looks at the first `kv_len` slots and masks those after it.
+    """
+    mask = torch.arange(kv_len, device=slot.device)[None] <= slot[:, None]
+    cos, sin = (table.index_select(0, slot) for table in rotary)
+    return run_step(ops, tokens, StepInput(slot, cos, sin, kv_len, mask, False), cache)[0]
 
 
 class _Graph:
@@ -28,13 +46,7 @@ class _Graph:
         device = cache.keys.device
         self.tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=device)
         self.slot = torch.full((1,), cache.length, dtype=torch.int64, device=device)
-        keys = torch.arange(kv_len, device=device)[None]
-
-        def step() -> torch.Tensor:
-            mask = keys <= self.slot[:, None]
-            cos, sin = (table.index_select(0, self.slot) for table in rotary)
-            return run_step(ops, self.tokens, StepInput(self.slot, cos, sin, kv_len, mask, False), cache)[0]
-
+        step = functools.partial(static_step, ops, self.tokens, self.slot, cache, rotary, kv_len)
         # What the warm-up writes goes to the slot of the token that comes next, and is overwritten by it.
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))

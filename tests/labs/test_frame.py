@@ -9,6 +9,7 @@ import pytest
 
 from labkit.labs import _frame
 from labkit.labs._prediction import Prediction
+from labkit.labs._worker import Run
 from labkit.measure import device_lock
 from tests.labs.fake import FakeCompute, Params, Result, build
 
@@ -27,6 +28,12 @@ def lab(compute, ledger, monkeypatch):
     lab = build(compute)
     assert lab.wait(WAIT_S)
     return lab
+
+
+def cancelled_run() -> Run:
+    run = Run()
+    run.cancel()
+    return run
 
 
 def move(lab, size: int) -> None:
@@ -132,6 +139,39 @@ def test_an_error_of_a_setting_that_was_left_behind_is_not_shown(ledger):
     assert lab.wait(WAIT_S)
     assert lab.error is None
     assert lab.result == Result(Params(4), 16)
+
+
+def test_what_a_cancelled_run_still_yields_is_neither_shown_nor_kept(ledger):
+    """A compute that is slow to look at `cancelled` yields its result late: the newer setting's must stand."""
+    compute = FakeCompute()
+    lab = build(compute)
+    assert compute.started.wait(WAIT_S)
+    entered, release = threading.Event(), threading.Event()
+
+    def deaf(params, cancelled):
+        entered.set()
+        release.wait(WAIT_S)
+        yield Result(params, -1)
+
+    object.__setattr__(lab.spec, "compute", deaf)
+    lab.spec.knobs["size"].value = 3
+    assert entered.wait(WAIT_S)
+    lab.stop()
+    release.set()
+    assert lab.wait(WAIT_S)
+    assert lab.result == Result(Params(2), 2, firm=False)
+    assert lab.finished == () and not ledger.read()
+    assert "-1" not in lab.numbers.value
+
+
+def test_a_result_that_is_cancelled_on_its_last_step_is_not_kept(ledger):
+    compute = FakeCompute()
+    compute.gate.set()
+    lab = build(compute)
+    assert lab.wait(WAIT_S)
+    kept = lab.finished
+    lab._finish(Result(Params(9), 81), cancelled_run(), 1.0)
+    assert lab.finished == kept and [m.params["size"] for m in ledger.read()] == [2]
 
 
 def test_stop_keeps_what_stands(ledger):

@@ -4,6 +4,7 @@ import re
 import pytest
 import torch
 
+from labkit.engine import Decoder
 from labkit.labs import _roofline_compute
 from labkit.labs._result import Progress
 from labkit.labs._roofline_compute import RooflineCompute
@@ -121,6 +122,20 @@ def test_it_stops_when_cancelled(compute, results_before):
     assert all(result.prefill is None for result in results)
 
 
+def test_it_stops_between_two_repeats_of_a_step(compute, monkeypatch):
+    forwards = []
+    real = Decoder.forward
+
+    def counted(self, *args, **kwargs):
+        forwards.append(self)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Decoder, "forward", counted)
+    steps = compute(RooflineParams(1, 32, "float32", "tiny"), lambda: len(forwards) >= 2)
+    assert not [step for step in steps if isinstance(step, RooflineResult)]
+    assert len(forwards) == 2
+
+
 def test_what_does_not_fit_is_refused_before_allocating_with_a_setting_that_fits(model):
     config = model.model.config
     free = int(20 * 64 * kv_bytes_per_token(config, "float32"))
@@ -194,6 +209,22 @@ def test_text_holds_the_numbers_and_every_op(compute):
     for op in result.decode.ops:
         assert len(re.findall(rf"^  {op.cost.name} ", text, re.MULTILINE)) == 2
     assert "read 10.0 TB/s, float32 matmul 40.0 TFLOP/s, ridge 4 FLOP/byte" in text
+
+
+def test_numbers_are_what_was_measured_and_counted(compute, model):
+    result = run(compute, 2, 64)
+    exact = {number.key: number.exact for number in result.numbers()}
+    decode, prefill, config = result.decode, result.prefill, model.model.config
+    costs = op_costs(config, batch=2, q_len=1, kv_len=64, dtype="float32")
+    assert exact["kv_bytes"] == 2 * 64 * kv_bytes_per_token(config, "float32")
+    assert exact["weight_bytes"] == sum(cost.weight_bytes for cost in costs)
+    assert exact["tpot"] == decode.step.median and exact["ttft"] == prefill.step.median
+    assert exact["tokens_per_second"] == pytest.approx(2 / decode.step.median)
+    assert exact["bandwidth"] == pytest.approx(sum(cost.bytes for cost in costs) / decode.step.median)
+    assert exact["prefill_rate"] == pytest.approx(exact["prefill_flops"] / prefill.step.median)
+    assert exact["decode_fraction"] == pytest.approx(decode.floor_s / decode.step.median)
+    bound = next(number.note for number in result.numbers() if number.key == "decode_intensity")
+    assert bound == "ridge 4: memory-bound"
 
 
 def test_rows_are_the_ops_and_a_total_of_each_phase(compute):
