@@ -68,7 +68,7 @@ lab: setup ## set up, then open the course in JupyterLab on this machine
 
 # Three runs, quickest first; a failure in one does not hide the next. Measurements go into a ledger of the tests' own.
 TEST_ENV = $(WITH_VENV_PATH) LABKIT_LEDGER="$(CURDIR)/.pytest_cache/ledger.jsonl"
-PYTEST = mkdir -p .pytest_cache && $(TEST_ENV) python -m pytest $(TEST_ARGS)
+PYTEST = $(TEST_ENV) python -m pytest
 NBVAL = --nbval --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with=tests/notebooks/sanitize.cfg
 
 .PHONY: test-units test-notebooks test-browser
@@ -81,17 +81,18 @@ test: setup ## set up, then run every test: units, notebooks, browser
 		exit 1; \
 	fi
 
+# On two cores, two processes of one thread take 100 s where one process of two threads takes 165.
 test-units: $(STAMP)/labkit ## only the unit tests
-	@echo "Unit tests"
-	@$(PYTEST) --ignore=tests/notebooks --ignore=tests/browser
+	@echo "Unit tests, two processes of one thread each"
+	@OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist worksteal --ignore=tests/notebooks --ignore=tests/browser $(TEST_ARGS)
 
 test-notebooks: $(STAMP)/labkit ## only the notebooks: every output by nbval, hygiene, solutions
 	@echo "Notebooks"
-	@$(PYTEST) $(NBVAL) notebooks tests/notebooks
+	@$(PYTEST) $(NBVAL) notebooks tests/notebooks $(TEST_ARGS)
 
 test-browser: $(STAMP)/labkit ## only JupyterLab in a headless Chromium
 	@echo "Browser tests"
-	@$(PYTEST) tests/browser
+	@$(PYTEST) tests/browser $(TEST_ARGS)
 
 lint: $(STAMP)/packages ## ruff's checks and format
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . || \

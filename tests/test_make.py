@@ -14,6 +14,9 @@ echo "$*" >> "{log}"
 case "$*" in *"$FAIL_ON"*) [ -z "$FAIL_ON" ] || exit 3 ;; esac
 """
 
+# Of the make that runs these tests; the one under test must not inherit them.
+MAKE_VARIABLES = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "VENV", "TEST_ARGS", "LAB_ARGS"}
+
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
 
@@ -33,7 +36,7 @@ class Project:
 
     def make(self, *arguments: str, fail_on: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
         self.log.unlink(missing_ok=True)
-        inherited = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON")}
+        inherited = {name: value for name, value in os.environ.items() if name not in MAKE_VARIABLES}
         return subprocess.run(
             ["make", f"VENV={self.venv}", *arguments],
             cwd=self.folder,

@@ -130,6 +130,8 @@ class Lab(widgets.VBox):
         finally:
             self._quiet = False
         self._offer_csv()
+        if self.prediction:
+            self.prediction.clear()
         self.measure()
 
     def wait(self, timeout: float | None = None) -> bool:

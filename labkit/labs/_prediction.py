@@ -41,6 +41,12 @@ class PredictionBox(widgets.VBox):
         self._answer = self._prediction.answer(results)
         self._show()
 
+    def clear(self) -> None:
+        """Forget the guess and the measurements."""
+        self._answer = None
+        self.guess.value = None
+        self._show()
+
     def _show(self) -> None:
         guess = self.guess.value
         if guess is None:

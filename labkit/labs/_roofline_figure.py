@@ -15,6 +15,7 @@ _BAR_AT = {("decode", "measured"): 0.0, ("decode", "at the roof"): 1.0} | {
     ("prefill", "at the roof"): 3.4,
 }
 _X_LOW = 0.04
+_LINE = "<br> "
 _HOVER = (
     "<b>%{customdata[0]}</b><br>%{customdata[1]}, %{customdata[2]} of its ceiling<br>"
     "%{customdata[3]}, %{customdata[4]}<br>%{x:.3g} FLOP/byte, %{customdata[5]}<extra></extra>"
@@ -35,7 +36,7 @@ def build_figure() -> go.Figure:
     roof = {"color": COLOURS["ceiling"], "width": 3}
     figure.add_scatter(name="measured roof", line=roof, **look, row=1, col=1)
     sheet = {"color": MUTED, "width": 2, "dash": "dash"}
-    figure.add_scatter(name="datasheet", line=sheet, **look, visible=False, row=1, col=1)
+    figure.add_scatter(name="datasheet", line=sheet, **look, textfont_color=MUTED, visible=False, row=1, col=1)
     faded = {"size": 11, "opacity": 0.5, "line": {"width": 0}, "color": MUTED}
     figure.add_scatter(name="earlier", mode="markers", marker=faded, hovertemplate=_HOVER, row=1, col=1)
     for family in FAMILIES:
@@ -62,7 +63,7 @@ def _lay_out(figure: go.Figure) -> None:
     figure.update_layout(uniformtext_mode="hide", margin={"l": 75, "r": 15, "t": 45, "b": 100})
     figure.update_annotations(font_size=16)
     figure.update_xaxes(title="Intensity (FLOP per byte moved)", type="log", dtick=1, row=1, col=1)
-    log_axis = {"type": "log", "dtick": 1, "exponentformat": "SI"}
+    log_axis = {"type": "log", "dtick": 1, "exponentformat": "SI extended"}
     figure.update_yaxes(title="Achieved FLOP/s", **log_axis, row=1, col=1)
     figure.update_yaxes(title="% of the measured step", range=[0, 104], row=1, col=2)
     figure.update_xaxes(range=[-0.6, 4.0], tickangle=0, tickfont_size=13, row=1, col=2)
@@ -82,10 +83,13 @@ def _step_hover(result: RooflineResult, phase: PhaseResult) -> list[str]:
     return _hover(name, phase.step.median, phase.fraction, phase.total("flops"), phase.total("bytes"))
 
 
-def _roof(bandwidth: float, peak: float, whose: str) -> dict[str, list]:
-    """The two roofs as one line, past both ends of the axis: bytes/s times intensity up to the ridge, then flat."""
+def _roof(bandwidth: float, peak: float, whose: str, lift: str = "") -> dict[str, list]:
+    """The two roofs as one line, past both ends of the axis: bytes/s times intensity up to the ridge, then flat.
+
+    `lift` goes below their names, so that those of two roofs stand one above the other, and above both.
+    """
     low, ridge = _X_LOW / 10, peak / bandwidth
-    names = ["", f"{whose} {si(bandwidth, 'B/s')} ", f" {whose} {si(peak, 'FLOP/s')}", ""]
+    names = ["", f"{whose} {si(bandwidth, 'B/s')} {lift}", f" {whose} {si(peak, 'FLOP/s')}{lift}", ""]
     return {"x": [low, ridge, ridge, 1e4 * ridge], "y": [bandwidth * low, peak, peak, peak], "text": names}
 
 
@@ -95,7 +99,7 @@ def _set_ranges(figure: go.Figure, result: RooflineResult, earlier: Sequence[Roo
     ops = [op for phase in phases for op in phase.ops if op.cost.flops]
     right = max(3 * result.ridge, *(20 * op.cost.intensity for op in ops))
     bottom = min(result.peak / 1e3, *(op.achieved_flops / 2 for op in ops))
-    top = 2 * max(result.peak, *(op.achieved_flops for op in ops))
+    top = 4 * max(result.peak, *(op.achieved_flops for op in ops))
     figure.layout.xaxis.range = log_range(_X_LOW, right)
     figure.layout.yaxis.range = log_range(bottom, top)
 
@@ -104,8 +108,9 @@ def draw(figure: go.Figure, result: RooflineResult, earlier: Sequence[RooflineRe
     """Set the traces' data; `earlier` results stay as faded whole steps."""
     traces = {(trace.type, trace.name): trace for trace in figure.data}
     _set_ranges(figure, result, earlier)
-    traces["scatter", "measured roof"].update(_roof(result.ceilings.read_bandwidth, result.peak, "measured"))
-    _draw_datasheet(traces["scatter", "datasheet"], result)
+    lift = _LINE if _draw_datasheet(traces["scatter", "datasheet"], result) else ""
+    roof = _roof(result.ceilings.read_bandwidth, result.peak, "measured", lift)
+    traces["scatter", "measured roof"].update(roof)
     past = [(old, phase) for old in earlier for phase in old.phases]
     traces["scatter", "earlier"].update(
         x=[phase.intensity for _, phase in past],
@@ -131,13 +136,15 @@ def draw(figure: go.Figure, result: RooflineResult, earlier: Sequence[RooflineRe
     _draw_bars(figure, traces, result)
 
 
-def _draw_datasheet(trace: go.Scatter, result: RooflineResult) -> None:
+def _draw_datasheet(trace: go.Scatter, result: RooflineResult) -> bool:
+    """The maker's roof, where it is known; returns whether it is."""
     sheet = result.sheet
     peaks = {str(dtype): flops for dtype, flops in sheet.matmul_flops.items()} if sheet else {}
     peak = peaks.get(f"torch.{result.params.dtype}")
     trace.visible = peak is not None
-    if peak is not None:
-        trace.update(_roof(sheet.memory_bandwidth, peak, "datasheet"))
+    if trace.visible:
+        trace.update(_roof(sheet.memory_bandwidth, peak, "datasheet", 2 * _LINE))
+    return trace.visible
 
 
 def _draw_bars(figure: go.Figure, traces: dict, result: RooflineResult) -> None:

@@ -26,7 +26,7 @@ class Chart:
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, object]:
         bundle: dict[str, object] = {"application/vnd.plotly.v1+json": self.figure.to_plotly_json()}
-        picture = to_png(self.figure, height=_HEIGHT)
+        picture = to_png(self.figure)
         if picture is not None:
             bundle["image/png"] = base64.b64encode(picture).decode()
         return bundle | {"text/plain": self.text}
@@ -42,7 +42,7 @@ def time_shares(times: Mapping[str, Timing], *, title: str, floors: Mapping[str,
     names = sorted(times, key=lambda name: times[name].median)
     milliseconds = [1e3 * times[name].median for name in names]
     shares = [f"{times[name].median / total:.0%}" for name in names]
-    figure = go.Figure(layout={"template": TEMPLATE, "title": title, "height": _HEIGHT, "barmode": "overlay"})
+    figure = go.Figure(layout={"template": TEMPLATE, "title": title, "height": _HEIGHT + 120, "barmode": "overlay"})
     bars = {"orientation": "h", "y": names}
     figure.add_bar(x=milliseconds, text=shares, name="measured", marker_color=COLOURS["projections"], **bars)
     if floors is not None:
@@ -50,6 +50,7 @@ def time_shares(times: Mapping[str, Timing], *, title: str, floors: Mapping[str,
         least = [1e3 * floors[name] for name in names]
         figure.add_scatter(x=least, y=names, mode="markers", marker=marks, name="least the measured roof allows")
     figure.update_xaxes(title="milliseconds a step, all layers")
+    figure.update_yaxes(dtick=1, automargin=True)  # a label for every bar
     rows = zip(names, shares, strict=True)
     lines = [f"{name:<14} {readable(times[name].median, 's'):>9}  {share:>4}" for name, share in rows]
     return Chart(figure, "\n".join([title, *reversed(lines)]))

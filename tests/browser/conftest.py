@@ -43,9 +43,8 @@ def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     server.stop()
 
 
-@pytest.fixture
-def open_notebook(server: JupyterServer, browser: Browser) -> Iterator[Callable[..., OpenNotebook]]:
-    """Open a notebook by its name; whatever a test opened is closed behind it."""
+def _opener(server: JupyterServer, browser: Browser) -> Iterator[Callable[..., OpenNotebook]]:
+    """A function that opens a notebook by its name; whatever it opened is closed at the end."""
     opened: list[OpenNotebook] = []
 
     def open_(name: str, **options: int) -> OpenNotebook:
@@ -55,6 +54,18 @@ def open_notebook(server: JupyterServer, browser: Browser) -> Iterator[Callable[
     yield open_
     for notebook in opened:
         notebook.close()
+
+
+@pytest.fixture
+def open_notebook(server: JupyterServer, browser: Browser) -> Iterator[Callable[..., OpenNotebook]]:
+    """Open a notebook by its name, for one test."""
+    yield from _opener(server, browser)
+
+
+@pytest.fixture(scope="module")
+def open_for_module(server: JupyterServer, browser: Browser) -> Iterator[Callable[..., OpenNotebook]]:
+    """Open a notebook by its name, once for all tests of a file."""
+    yield from _opener(server, browser)
 
 
 @pytest.fixture(scope="session")

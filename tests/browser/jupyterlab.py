@@ -100,13 +100,15 @@ class JupyterServer:
 class OpenNotebook:
     """One notebook in one browser page, with its kernel running."""
 
-    def __init__(self, server: JupyterServer, browser: Browser, name: str, *, width: int = 1400) -> None:
+    def __init__(self, server: JupyterServer, browser: Browser, name: str, *, height: int = 1100) -> None:
         self.server, self.name = server, name
         self.problems: list[str] = []
-        self.page: Page = browser.new_page(viewport={"width": width, "height": 1100})
+        self.page: Page = browser.new_page(viewport={"width": 1400, "height": height})
         self.page.on("pageerror", lambda error: self.problems.append(f"page error: {error}"))
         self.page.on("console", self._hear)
-        self.page.goto(f"{server.url}/lab/tree/{name}?token={server.token}")
+        # A workspace of its own: the default one would open what an earlier page left open.
+        workspace = f"test-{secrets.token_hex(4)}"
+        self.page.goto(f"{server.url}/lab/workspaces/{workspace}/tree/{name}?token={server.token}")
         self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=START_S * 1000)
         self.page.wait_for_function(_KERNEL_IS_READY, timeout=KERNEL_S * 1000)
 

@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from labkit.labs import _roofline_compute
+from labkit.labs import _frame, _roofline_compute
 from labkit.measure import Ledger
+from tests.labs.fake import WAIT_S, FakeCompute, build
 from tests.labs.roofline_fixtures import CEILINGS
 
 
@@ -17,3 +18,20 @@ def ledger(_own_ledger: Path) -> Ledger:
 def fixed_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lab finds the same ceilings wherever the test runs."""
     monkeypatch.setattr(_roofline_compute, "measure_ceilings", lambda device, refresh=False: CEILINGS)
+
+
+@pytest.fixture
+def compute() -> FakeCompute:
+    """The fake lab's compute, with its gate open."""
+    compute = FakeCompute()
+    compute.gate.set()
+    return compute
+
+
+@pytest.fixture
+def lab(compute: FakeCompute, ledger: Ledger, monkeypatch: pytest.MonkeyPatch):
+    """The fake lab, with its default measured and a picture that costs nothing."""
+    monkeypatch.setattr(_frame, "to_png", lambda figure: b"\x89PNG picture")
+    lab = build(compute)
+    assert lab.wait(WAIT_S)
+    return lab

@@ -1,6 +1,7 @@
 """A small lab whose compute the tests hold in their hand: it counts calls, waits at a gate, and fails on demand."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 
@@ -12,6 +13,8 @@ from labkit.labs._frame import Lab, LabSpec
 from labkit.labs._prediction import Prediction
 from labkit.labs._result import Number, Progress
 from labkit.measure import Measurement
+
+WAIT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -87,3 +90,17 @@ def build(compute: FakeCompute, *, prediction: Prediction | None = None) -> Lab:
             prediction=prediction,
         )
     )
+
+
+def move(lab: Lab, size: int) -> None:
+    """Move the lab's knob and wait until it has measured."""
+    lab.spec.knobs["size"].value = size
+    assert lab.wait(WAIT_S)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for something that another thread brings about."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.005)

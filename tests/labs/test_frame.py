@@ -1,51 +1,11 @@
-import base64
-import csv
-import io
-import re
+import dataclasses
 import threading
-import time
 
 import pytest
 
-from labkit.labs import _frame
-from labkit.labs._prediction import Prediction
 from labkit.labs._worker import Run
 from labkit.measure import device_lock
-from tests.labs.fake import FakeCompute, Params, Result, build
-
-WAIT_S = 20.0
-
-
-@pytest.fixture
-def compute() -> FakeCompute:
-    return FakeCompute()
-
-
-@pytest.fixture
-def lab(compute, ledger, monkeypatch):
-    monkeypatch.setattr(_frame, "to_png", lambda figure: b"\x89PNG picture")
-    compute.gate.set()
-    lab = build(compute)
-    assert lab.wait(WAIT_S)
-    return lab
-
-
-def cancelled_run() -> Run:
-    run = Run()
-    run.cancel()
-    return run
-
-
-def move(lab, size: int) -> None:
-    lab.spec.knobs["size"].value = size
-    assert lab.wait(WAIT_S)
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.005)
+from tests.labs.fake import WAIT_S, FakeCompute, Params, Result, build, move, wait_until
 
 
 def test_the_default_is_measured_at_construction_and_written_to_the_ledger(lab, ledger):
@@ -164,6 +124,12 @@ def test_what_a_cancelled_run_still_yields_is_neither_shown_nor_kept(ledger):
     assert "-1" not in lab.numbers.value
 
 
+def cancelled_run() -> Run:
+    run = Run()
+    run.cancel()
+    return run
+
+
 def test_a_result_that_is_cancelled_on_its_last_step_is_not_kept(ledger):
     compute = FakeCompute()
     compute.gate.set()
@@ -233,88 +199,7 @@ def test_a_cell_beside_the_lab_waits_for_its_turn(ledger):
     assert compute.completed == [2, "cell"]
 
 
-def test_export_is_a_csv_of_every_finished_result(lab, tmp_path):
-    move(lab, 5)
-    link = re.search(r'download="fake_lab.csv" href="data:text/csv;base64,([^"]*)"', lab._export.value)
-    text = base64.b64decode(link[1]).decode()
-    assert list(csv.DictReader(io.StringIO(text))) == [{"size": "2", "area": "4"}, {"size": "5", "area": "25"}]
-    assert lab.to_csv(tmp_path / "out.csv") == text
-    assert (tmp_path / "out.csv").read_text() == text
-
-
-def test_numbers_carry_their_key_and_exact_value_and_are_escaped(lab):
-    assert 'data-key="area" data-exact="4.0">4 m²<' in lab.numbers.value
-    assert "Area &lt;i&gt;" in lab.numbers.value
-
-
-def test_the_bundle_is_view_text_and_picture_of_the_default_result(lab):
-    bundle = lab._repr_mimebundle_()
-    assert bundle["text/plain"] == "Square of 2: 4 m²"
-    assert base64.b64decode(bundle["image/png"]) == b"\x89PNG picture"
-    assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == lab.model_id
-
-
-def test_the_bundle_waits_for_the_default_result(ledger, monkeypatch):
-    monkeypatch.setattr(_frame, "to_png", lambda figure: None)
-    compute = FakeCompute()
-    lab = build(compute)
-    threading.Timer(0.3, compute.gate.set).start()
-    bundle = lab._repr_mimebundle_()
-    assert bundle["text/plain"] == "Square of 2: 4 m²"
-    assert "image/png" not in bundle
-
-
-def test_the_picture_is_drawn_once_a_result(lab, monkeypatch):
-    pictures = []
-    monkeypatch.setattr(_frame, "to_png", lambda figure: pictures.append(figure) or b"png")
-    lab._repr_mimebundle_()
-    lab._repr_mimebundle_()
-    assert len(pictures) == 1
-    move(lab, 5)
-    lab._repr_mimebundle_()
-    assert len(pictures) == 2
-
-
-def test_the_bundle_of_a_default_that_fails_says_why(ledger):
-    compute = FakeCompute(fail={2: ValueError("no memory for 2")})
-    lab = build(compute)
-    assert lab._repr_mimebundle_()["text/plain"] == "Squares: no memory for 2"
-
-
-def test_an_interrupt_while_the_bundle_waits_stops_the_run_and_is_shown(ledger, monkeypatch):
-    compute = FakeCompute()
-    lab = build(compute)
-    assert compute.started.wait(WAIT_S)
-
-    def interrupted(timeout=None):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(_frame, "to_png", lambda figure: None)
-    monkeypatch.setattr(lab, "wait", interrupted)
-    assert "Square of 2" in lab._repr_mimebundle_()["text/plain"]
-    assert "Interrupted" in lab.status.text
-    assert lab._worker.wait(WAIT_S)
-    assert compute.completed == []
-
-
-def test_the_answer_is_held_back_until_a_guess_is_made(compute, ledger):
-    def answer(results):
-        areas = {r.params.size: r.area for r in results}
-        return f"{areas[4] / areas[2]:.0f}x <b>" if {2, 4} <= areas.keys() else None
-
-    compute.gate.set()
-    lab = build(compute, prediction=Prediction("Twice the size, what area?", ("2x", "4x"), answer))
-    assert lab.wait(WAIT_S)
-    box = lab.prediction
-    move(lab, 4)
-    assert "4x" not in box._verdict.value
-    box.guess.value = "2x"
-    assert "Your guess: 2x. Measured: 4x &lt;b&gt;" in box._verdict.value
-
-
 def test_at_most_three_knobs(lab):
-    import dataclasses
-
     knob = lab.spec.knobs["size"]
     with pytest.raises(ValueError, match="knobs: got .*takes one to three"):
         dataclasses.replace(lab.spec, knobs={str(i): knob for i in range(4)})

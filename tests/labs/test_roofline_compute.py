@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from labkit.engine import Decoder
-from labkit.labs import _roofline_compute
+from labkit.labs import _roofline_compute, _roofline_steps
 from labkit.labs._result import Progress
 from labkit.labs._roofline_compute import RooflineCompute
 from labkit.labs._roofline_result import FAMILIES, RooflineParams, RooflineResult
@@ -74,7 +74,7 @@ def test_the_known_quantities_move_as_they_must(compute, model):
 
 def test_the_step_runs_on_a_cache_filled_to_the_context(compute, monkeypatch):
     seen = []
-    real = _roofline_compute.op_times
+    real = _roofline_steps.op_times
 
     def spy(decoder, tokens, **options):
         filled = decoder.cache.keys[..., : decoder.length, :] if decoder.length else None
@@ -82,7 +82,7 @@ def test_the_step_runs_on_a_cache_filled_to_the_context(compute, monkeypatch):
         seen.append((tuple(tokens.shape), decoder.length, decoder.dtype, empty))
         return real(decoder, tokens, **options)
 
-    monkeypatch.setattr(_roofline_compute, "op_times", spy)
+    monkeypatch.setattr(_roofline_steps, "op_times", spy)
     run(compute, 4, 64, "bfloat16")
     assert seen == [((4, 1), 63, torch.bfloat16, False), ((1, 64), 0, torch.bfloat16, False)]
 
@@ -155,7 +155,7 @@ def test_a_prompt_that_would_run_too_long_is_cut_and_says_so(compute, monkeypatc
     whole = run(compute, 1, 64)
     assert whole.prefill.q_len == 64 and whole.prefill.uncut == ()
     assert "uncut_floor" not in {number.key for number in whole.numbers()}
-    monkeypatch.setattr(_roofline_compute, "_PREFILL_FLOOR_S", whole.prefill.floor_s / 1.5)
+    monkeypatch.setattr(_roofline_steps, "_PREFILL_FLOOR_S", whole.prefill.floor_s / 1.5)
     cut = run(compute, 1, 64)
     assert cut.prefill.q_len == cut.prefill.kv_len == 32
     assert cut.decode.kv_len == 64

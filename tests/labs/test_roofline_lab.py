@@ -2,8 +2,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from labkit.labs import roofline_lab
+from labkit.hardware import Datasheet
+from labkit.labs import _roofline_compute, roofline_lab
 from labkit.labs._roofline_figure import SYMBOLS
 from labkit.labs._roofline_result import FAMILIES
 from labkit.labs.roofline import batch_answer
@@ -68,6 +70,20 @@ def test_the_roof_is_the_measured_one_and_follows_the_dtype(lab):
             assert y == pytest.approx(min(peak, x * CEILINGS.read_bandwidth))
         assert max(roof.y) == peak
         assert not traces(lab)["scatter", "datasheet"].visible
+
+
+def test_the_datasheet_stands_beside_it_where_it_is_known(lab, monkeypatch):
+    sheet = Datasheet("a chip", 2e13, {torch.bfloat16: 9e13}, 1, None, None, "its maker")
+    monkeypatch.setattr(_roofline_compute, "datasheet", lambda device: sheet)
+    move(lab, batch=2)
+    assert not traces(lab)["scatter", "datasheet"].visible, "it says nothing of float32"
+    move(lab, dtype="bfloat16")
+    roof = traces(lab)["scatter", "datasheet"]
+    assert roof.visible and roof.line.dash == "dash"
+    for x, y in zip(roof.x, roof.y, strict=True):
+        assert y == pytest.approx(min(9e13, x * 2e13))
+    names = [name.replace("<br>", " ").strip() for name in roof.text]
+    assert names == ["", "datasheet 20.0 TB/s", "datasheet 90.0 TFLOP/s", ""]
 
 
 def test_earlier_steps_stay(lab):
