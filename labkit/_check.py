@@ -1,6 +1,7 @@
 """Argument checks. Each raises a ValueError that names the argument, what it got and what it takes."""
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 
@@ -12,7 +13,8 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float
 def require(ok: bool, name: str, got: object, takes: str) -> None:
     """Raise unless `ok`."""
     if not ok:
-        raise ValueError(f"{name}: got {got!r}; takes {takes}")
+        text = repr(got)
+        raise ValueError(f"{name}: got {text if len(text) <= 200 else text[:197] + '...'}; takes {takes}")
 
 
 def _range(low: float | None, high: float | None) -> str:
@@ -32,11 +34,16 @@ def integer(name: str, value: object, low: int | None = None, high: int | None =
 
 
 def number(name: str, value: object, low: float | None = None, high: float | None = None) -> float:
-    """`value` as a float within [low, high]; booleans and NaN are refused."""
-    ok = isinstance(value, Real) and not isinstance(value, bool) and value == value
+    """`value` as a float within [low, high]; booleans, NaN and infinities are refused."""
+    ok = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     ok = ok and (low is None or value >= low) and (high is None or value <= high)
-    require(ok, name, value, f"a number{_range(low, high)}")
+    require(ok, name, value, f"a number{_range(low, high)}{', and finite' if high is None else ''}")
     return float(value)
+
+
+def seed(name: str, value: object) -> int:
+    """`value` as an int that `torch.Generator.manual_seed` takes."""
+    return integer(name, value, 0, 2**64 - 1)
 
 
 def near(value: object, options: Iterable[object]) -> str:
@@ -65,11 +72,10 @@ def tensor(
 
 
 def dtype(name: str, value: object) -> torch.dtype:
-    """A floating torch dtype from itself or from its name, such as "bfloat16"."""
-    if isinstance(value, torch.dtype) and value.is_floating_point:
-        return value
-    require(isinstance(value, str) and value in _DTYPES, name, value, near(value, _DTYPES))
-    return _DTYPES[value]
+    """A dtype that models compute in, from itself or from its name, such as "bfloat16"."""
+    key = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    require(isinstance(key, str) and key in _DTYPES, name, value, near(key, _DTYPES))
+    return _DTYPES[key]
 
 
 def device(name: str, value: object) -> torch.device:
@@ -78,11 +84,13 @@ def device(name: str, value: object) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
         found = torch.device(value)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError, OverflowError):
         found = None
     takes = "a device such as 'cpu' or 'cuda:0'"
     require(found is not None and found.type in ("cpu", "cuda"), name, value, takes)
     count = torch.cuda.device_count() if found.type == "cuda" else 0
     takes = f"{takes}; this machine has {count} CUDA GPUs"
-    require(found.type == "cpu" or (found.index or 0) < count, name, value, takes)
-    return torch.device("cuda", found.index or 0) if found.type == "cuda" else found
+    # torch keeps an index in one byte: a large one comes back negative.
+    require(found.type == "cpu" or 0 <= (found.index or 0) < count, name, value, takes)
+    # One name a device: "cpu:0" must take the same lock as "cpu".
+    return torch.device("cuda", found.index or 0) if found.type == "cuda" else torch.device("cpu")

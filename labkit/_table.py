@@ -3,9 +3,19 @@
 import html
 from dataclasses import dataclass
 
-_SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _SI_UNITS = {"bytes": "B", "bytes/s": "B/s", "FLOP": "FLOP", "FLOPs": "FLOPs", "FLOP/s": "FLOP/s"}
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
+
+def scaled(value: float, steps: tuple[tuple[float, str], ...], digits: int = 3) -> tuple[float, str]:
+    """`value` in the largest of `steps` that it reaches once rounded to `digits`, and that step's name.
+
+    Rounding comes first, so that 999.9996 M is 1.00 G and not 1000 M; below every step it stays in the smallest.
+    """
+    rounded = float(f"{abs(value):.{digits - 1}e}")
+    factor, name = next((step for step in steps if rounded >= step[0]), steps[-1])
+    return value / factor, name
 
 
 def readable(value: float, unit: str) -> str:
@@ -15,11 +25,11 @@ def readable(value: float, unit: str) -> str:
     if unit == "ratio":
         return f"{value:.3g}x"
     if unit == "s" and 0 < abs(value) < 100:
-        factor, name = next((pair for pair in _SECONDS if abs(value) >= pair[0]), _SECONDS[-1])
-        return f"{value / factor:.3g} {name}"
+        number, name = scaled(value, SECONDS)
+        return f"{number:.3g} {name}"
     if unit in _SI_UNITS:
-        factor, prefix = next((pair for pair in _SI if abs(value) >= pair[0]), (1.0, ""))
-        return f"{value / factor:.3g} {prefix}{_SI_UNITS[unit]}"
+        number, prefix = scaled(value, SI)
+        return f"{number:.3g} {prefix}{_SI_UNITS[unit]}"
     return f"{value:.4g} {unit}".rstrip()
 
 

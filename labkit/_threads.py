@@ -18,6 +18,8 @@ def set_threads(candidates: list[int] | None = None) -> int:
     A step is a chain of small calls, and each parallel one wakes the other threads and waits for the last of them: with
     a busy neighbour that costs milliseconds a call, and more threads are slower.
     """
+    given = candidates is None or (isinstance(candidates, list | tuple) and bool(candidates))
+    _check.require(given, "candidates", candidates, "thread counts, or None")
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     candidates = candidates or sorted({1, max(1, cores // 2), min(cores, 16), cores})
     for count in candidates:

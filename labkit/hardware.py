@@ -43,7 +43,10 @@ def detect_device() -> torch.device:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A device as this machine reports it; `cache_bytes` is the last cache before memory, `None` where unknown."""
+    """A device as this machine reports it; `cache_bytes` is the last cache before memory, `None` where unknown.
+
+    `free_bytes` is what a tensor may still take: on a GPU with what PyTorch's allocator holds and does not use.
+    """
 
     device: torch.device
     name: str
@@ -71,6 +74,8 @@ def describe(device: torch.device | str | None = None) -> DeviceInfo:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
+        # The driver counts a freed tensor's memory as taken while the allocator keeps it for the next one.
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         capability = f"sm_{properties.major}{properties.minor}"
         cores = properties.multi_processor_count
         return DeviceInfo(device, properties.name, "cuda", total, free, properties.L2_cache_size, cores, 0, capability)

@@ -71,6 +71,7 @@ class Measurement:
     def __post_init__(self) -> None:
         _check.require(isinstance(self.name, str) and bool(self.name), "name", self.name, "a name")
         _check.number("value", self.value)
+        _check.require(isinstance(self.unit, str), "unit", self.unit, "a unit's name")
         _check.choice("label", self.label, list(Label))
 
     @classmethod
@@ -120,6 +121,7 @@ class Ledger:
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
+        _check.require(isinstance(path, str | Path | None), "path", path, "a file's path, or None")
         self.path = Path(path or os.environ.get("LABKIT_LEDGER") or cache_dir() / "ledger.jsonl").expanduser()
 
     def append(self, measurement: Measurement) -> Measurement:

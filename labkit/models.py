@@ -112,8 +112,8 @@ def load_model(
     dtype = default_dtype(device) if dtype is None else _check.dtype("dtype", dtype)
     takes = "the name of an attention implementation of transformers, or None"
     _check.require(isinstance(attn_implementation, str | None), "attn_implementation", attn_implementation, takes)
-    if not isinstance(name, Path) and name in list_models():
-        refuse_unless_it_fits(str(name), list_models()[name].parameters * dtype.itemsize, dtype, device)
+    if isinstance(name, str) and name in list_models():
+        refuse_unless_it_fits(name, list_models()[name].parameters * dtype.itemsize, dtype, device)
     folder = _folder_of(name)
     size = stored_bytes(folder, dtype)
     refuse_unless_it_fits(str(name), size, dtype, device)

@@ -252,6 +252,8 @@ def test_published_results_are_complete_and_none_claims_more_than_it_knows():
     [
         (141.1e9, "bytes", "141 GB"),
         (512, "bytes", "512 B"),
+        (999.9996e6, "bytes", "1 GB"),
+        (0.9999, "s", "1 s"),
         (0.14e12, "FLOP", "140 GFLOP"),
         (4.8e12, "bytes/s", "4.8 TB/s"),
         (1.25e-3, "s", "1.25 ms"),

@@ -1,7 +1,5 @@
 """What the machine says of itself, and what is measured."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -40,7 +38,6 @@ def test_the_bandwidth_probe_is_larger_than_the_cache(ceilings: hardware.Ceiling
 def test_ceilings_are_measured_once_a_process(ceilings: hardware.Ceilings) -> None:
     told: list[str] = []
     assert hardware.measure_ceilings("cpu", progress=told.append) is ceilings and not told
-    assert dataclasses.replace(ceilings) == ceilings
 
 
 def test_set_threads_sets_what_it_returns() -> None:

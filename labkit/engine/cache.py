@@ -19,8 +19,8 @@ class StaticKVCache:
     ) -> None:
         _check.integer("batch", batch, 1)
         _check.integer("max_length", max_length, 1)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (config.num_hidden_layers, batch, config.num_key_value_heads, max_length, head_dim)
+        dtype, device = _check.dtype("dtype", dtype), _check.device("device", device)
+        shape = _shape(config, batch, max_length)
         _refuse_if_too_large(shape, dtype, device)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
@@ -73,6 +73,23 @@ class StaticKVCache:
         larger.values[..., : self.length, :] = self.values[..., : self.length, :]
         larger.batch, larger.max_length, larger.length = self.batch, max_length, self.length
         return larger
+
+
+def _shape(config: PretrainedConfig, batch: int, max_length: int) -> tuple[int, ...]:
+    """Of the keys, and of the values."""
+    _check.require(isinstance(config, PretrainedConfig), "config", type(config).__name__, "a transformers config")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, batch, config.num_key_value_heads, max_length, head_dim
+
+
+def check_cache(cache: object, config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device) -> StaticKVCache:
+    """Refuse a cache that does not hold the keys and values of this model."""
+    _check.require(isinstance(cache, StaticKVCache), "cache", type(cache).__name__, "a StaticKVCache or None")
+    keys, wanted = cache.keys, _shape(config, cache.batch, cache.max_length)
+    fits = (tuple(keys.shape), keys.dtype, keys.device) == (wanted, dtype, device)
+    got = f"keys {tuple(keys.shape)} in {keys.dtype} on {keys.device}"
+    _check.require(fits, "cache", got, f"keys {wanted} in {dtype} on {device}")
+    return cache
 
 
 def _refuse_if_too_large(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

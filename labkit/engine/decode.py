@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from labkit import _check
-from labkit.engine.cache import StaticKVCache
+from labkit.engine.cache import StaticKVCache, check_cache
 from labkit.engine.graph import DecodeGraphs
-from labkit.engine.sampling import check_sampling, sample
+from labkit.engine.sampling import check_sampling, sample, seeded_generator
 from labkit.engine.step import StepInput, check_model, collect_ops, no_mark, rotary_table, run_step
 from labkit.measure import synchronize, track_peak
 from labkit.models import LoadedModel
@@ -24,7 +24,8 @@ _GROWTH = 256
 class GenerationResult:
     """`sequences (batch, prompt + new)`; seconds to the first token, and per token after it; new tokens of all rows
     over the whole time; the most memory in use while it ran (the allocator's on a GPU, the process's resident set on a
-    CPU, None where the system does not tell)."""
+    CPU, None where the system does not tell). On a GPU the first step in each 256 slots of a cache captures a graph,
+    and that counts: to time it, generate once before."""
 
     sequences: torch.Tensor
     ttft_s: float
@@ -61,7 +62,7 @@ class Decoder:
         self.cache: StaticKVCache | None = None
         self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
         if cache is not None:
-            self._adopt(cache)
+            self._adopt(check_cache(cache, self.model.config, dtype=self.dtype, device=self.device))
 
     @property
     def length(self) -> int:
@@ -183,12 +184,14 @@ class Decoder:
         """
         _check.integer("max_new_tokens", max_new_tokens, 1)
         check_sampling(temperature, top_k, top_p)
+        feeds = streamer is None or (hasattr(streamer, "put") and hasattr(streamer, "end"))
+        _check.require(feeds, "streamer", type(streamer).__name__, "a streamer of transformers, or None")
         self.reset()
         input_ids = self._check_tokens(input_ids)
         batch, prompt = input_ids.shape
         stop = _eos_ids(eos_token_id, self.device)
         self.reserve(batch, prompt + max_new_tokens)
-        generator = _generator(self.device, seed)
+        generator = seeded_generator(self.device, seed)
         if streamer is not None:
             streamer.put(input_ids.cpu())
         steps, times = [input_ids], []
@@ -236,15 +239,6 @@ def check_tree_mask(tree_mask: torch.Tensor, q_len: int) -> torch.Tensor:
 def _eos_ids(eos_token_id: int | Sequence[int] | None, device: torch.device) -> torch.Tensor | None:
     if eos_token_id is None:
         return None
-    ids = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    ids = list(eos_token_id) if isinstance(eos_token_id, Sequence) else [eos_token_id]
     _check.require(bool(ids), "eos_token_id", eos_token_id, "a token id, several, or None")
     return torch.tensor([_check.integer("eos_token_id", i, 0) for i in ids], device=device)
-
-
-def _generator(device: torch.device, seed: int | None) -> torch.Generator:
-    generator = torch.Generator(device)
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(_check.integer("seed", seed, 0))
-    return generator

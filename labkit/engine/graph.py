@@ -76,7 +76,7 @@ class DecodeGraphs:
         cache: StaticKVCache,
         rotary: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """Logits `(batch, 1, vocab)` of `tokens (batch, 1)` at the cache's end; valid until the next step."""
+        """Logits `(batch, 1, vocab)` of `tokens (batch, 1)` at the cache's end."""
         kv_len = min(-(-(cache.length + 1) // _BUCKET) * _BUCKET, cache.max_length)
         if kv_len not in self._graphs:
             pool = next((g.graph.pool() for g in self._graphs.values()), None)
@@ -85,4 +85,5 @@ class DecodeGraphs:
         captured.tokens.copy_(tokens)
         captured.slot.fill_(cache.length)
         captured.graph.replay()
-        return captured.logits
+        # The graph writes the next step's logits to the same place; the caller may still hold these.
+        return captured.logits.clone()

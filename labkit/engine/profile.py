@@ -59,15 +59,16 @@ def op_times(decoder: Decoder, tokens: torch.Tensor, *, repeats: int = 5, warmup
     Names are those of `labkit.roofline.op_costs`. Each repeat runs the whole step, so that every weight comes from
     memory as it does in decoding, and is then cropped away. The ops do not run from a CUDA graph here.
     """
+    _check.require(isinstance(decoder, Decoder), "decoder", type(decoder).__name__, "a Decoder")
     _check.integer("repeats", repeats, 1)
     _check.integer("warmup", warmup, 0)
-    length, kept = decoder.length, 1
+    length = decoder.length
     samples: dict[str, list[float]] = {}
     with device_lock(decoder.device):
         for repeat in range(warmup + repeats):
             synchronize(decoder.device)
             clock = _EventClock() if decoder.device.type == "cuda" else _HostClock()
-            decoder.forward(tokens, logits_to_keep=kept, mark=clock.mark)
+            decoder.forward(tokens, logits_to_keep=1, mark=clock.mark)
             decoder.crop(length)
             step: dict[str, float] = {}
             for name, seconds in clock.seconds():

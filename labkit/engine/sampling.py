@@ -36,6 +36,16 @@ def probabilities(logits: torch.Tensor, temperature: float, top_k: int = 0, top_
     return probs
 
 
+def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
+    """A generator of its own on `device`, never the global one; None seeds it from the system."""
+    generator = torch.Generator(device)
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(_check.integer("seed", seed, 0))
+    return generator
+
+
 def sample(
     logits: torch.Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
 ) -> torch.Tensor:

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from labkit.corpora import load_text, token_batches
-from labkit.engine import Decoder, StaticKVCache
+from labkit.engine import Decoder, StaticKVCache, op_times
 from labkit.models import LoadedModel, tiny_model
 
 SHAPE = {
@@ -231,6 +231,11 @@ def test_fill_cache_stands_at_a_length(model: torch.nn.Module) -> None:
     assert decoder.length == 300 and decoder.forward(random_tokens(2, 1)).shape == (2, 1, 128)
 
 
+def a_cache(dtype: torch.dtype = torch.float32, **changes: int) -> StaticKVCache:
+    """A cache for the model, or for one that differs from it."""
+    return StaticKVCache(LlamaConfig(**SHAPE | changes), 1, 16, dtype=dtype, device="cpu")
+
+
 @pytest.mark.parametrize(
     ("call", "why"),
     [
@@ -244,6 +249,12 @@ def test_fill_cache_stands_at_a_length(model: torch.nn.Module) -> None:
         (lambda d: d.generate(random_tokens(1, 3), max_new_tokens=2, eos_token_id=[]), "eos_token_id: got"),
         (lambda d: d.generate(random_tokens(1, 3), max_new_tokens=2, seed=-1), "seed: got -1"),
         (lambda d: (d.forward(random_tokens(2, 3)), d.forward(random_tokens(1, 1))), "tokens: got '1 rows'; takes 2"),
+        (lambda d: d.generate(random_tokens(1, 3), max_new_tokens=2, eos_token_id=1.5), "eos_token_id: got 1.5"),
+        (lambda d: d.generate(random_tokens(1, 3), max_new_tokens=2, streamer=print), "streamer: got"),
+        (lambda d: Decoder(d.model, cache="static"), "cache: got 'str'"),
+        (lambda d: Decoder(d.model, cache=a_cache(num_hidden_layers=3)), r"cache: got 'keys \(3, .*takes keys \(2, "),
+        (lambda d: Decoder(d.model, cache=a_cache(torch.bfloat16)), "cache: got .*bfloat16.*takes .*float32"),
+        (lambda d: op_times(d.model, random_tokens(1, 1)), "decoder: got"),
         (lambda d: Decoder(d.model, cuda_graph=True), "cuda_graph: got True"),
         (lambda d: Decoder("gpt2"), "model: got 'str'"),
     ],

@@ -44,9 +44,9 @@ def random_tokens(model: object, *shape: int, seed: int = 0) -> torch.Tensor:
 def step_logits(decoder: Decoder, prompt: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
     """Logits after the prompt, then token by token, `(batch, 1 + following, vocab)`."""
     decoder.reset()
-    rows = [decoder.forward(prompt, logits_to_keep=1).clone()]
-    # A graph's logits are valid until its next step.
-    rows += [decoder.forward(token, logits_to_keep=1).clone() for token in following.split(1, dim=1)]
+    rows = [decoder.forward(prompt, logits_to_keep=1)]
+    # All are held until the end: a step must not write over the logits of the one before it.
+    rows += [decoder.forward(token, logits_to_keep=1) for token in following.split(1, dim=1)]
     return torch.cat(rows, dim=1)
 
 
@@ -83,7 +83,7 @@ def test_a_graph_follows_crop_reset_and_growth(model: object) -> None:
         logits = []
         for decoder in (graph, eager):
             decoder.crop(keep)
-            logits.append([decoder.forward(token).clone() for token in following.split(1, dim=1)])
+            logits.append([decoder.forward(token) for token in following.split(1, dim=1)])
         torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 

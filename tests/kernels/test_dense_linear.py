@@ -66,6 +66,8 @@ def test_the_choice_says_why_and_is_what_runs(monkeypatch: pytest.MonkeyPatch) -
     [
         (lambda: dense_linear(torch.zeros(3), torch.zeros(4, 5)), "weight"),
         (lambda: dense_linear(torch.zeros(5), torch.zeros(5)), "weight"),
+        (lambda: dense_linear([1.0], torch.zeros(4, 1)), "x"),
+        (lambda: choose_backend("dense_linear", torch.zeros(3), torch.zeros(4, 5)), "weight"),
         (lambda: dense_linear(torch.zeros(5), torch.zeros(4, 5), backend="cublas"), "backend"),
         (lambda: choose_backend("dense_linaer", torch.zeros(1)), "op"),
     ],

@@ -120,6 +120,7 @@ def test_it_stops_when_cancelled(compute, results_before):
             results.append(step)
     assert len(results) == results_before
     assert all(result.prefill is None for result in results)
+    assert (compute._decoders[1].cache is None) == (results_before == 0), "no cache is filled for nothing"
 
 
 def test_it_stops_between_two_repeats_of_a_step(compute, monkeypatch):

@@ -28,7 +28,8 @@ def test_notebook_keeps_to_the_rules(path):
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_notebook_is_stored_normalised(path):
     notebook = nbformat.read(path, as_version=4)
-    assert nbformat.writes(normalise(notebook)) == nbformat.writes(notebook), "run `make notebooks`"
+    normal = nbformat.writes(normalise(notebook)) == nbformat.writes(notebook)
+    assert normal, "run `make notebooks`, or `python -m tools.notebooks --no-run` where only the text has changed"
 
 
 @pytest.fixture

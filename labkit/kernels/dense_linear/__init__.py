@@ -57,6 +57,17 @@ def _batched_speedup(rows: int, threads: int) -> float:
     return timings["torch"].median / timings["batched"].median
 
 
+def _check_shapes(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Refuse what cannot be multiplied; the sentences are made only then, since a step comes here 211 times."""
+    both = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
+    if both and weight.ndim == 2 and x.ndim > 0 and x.shape[-1] == weight.shape[1]:
+        return
+    _check.tensor("x", x)
+    _check.tensor("weight", weight)
+    takes = f"(..., in_features) and (out_features, in_features); x is {tuple(x.shape)}"
+    _check.require(False, "weight", tuple(weight.shape), takes)
+
+
 def _why_not_batched(x: torch.Tensor, weight: torch.Tensor) -> str | None:
     """The reason why the batched form cannot run, or None."""
     if x.device.type != "cpu":
@@ -70,6 +81,7 @@ def _why_not_batched(x: torch.Tensor, weight: torch.Tensor) -> str | None:
 
 def choose(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Choice:
     """As `choose_backend("dense_linear", x, weight)`."""
+    _check_shapes(x, weight)
     reason = _why_not_batched(x, weight)
     if reason is not None:
         return Choice("torch", f"the batched form cannot run: {reason}")
@@ -98,9 +110,7 @@ def dense_linear(
 
     Errors: ValueError for shapes that do not fit; BackendUnavailable where a backend asked for by name cannot run.
     """
-    if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
-        takes = f"(..., in_features) and (out_features, in_features); x is {tuple(x.shape)}"
-        _check.require(False, "weight", tuple(weight.shape), takes)
+    _check_shapes(x, weight)
     if backend == "auto":
         return _batched(x, weight, bias) if _prefers_batched(x, weight) else F.linear(x, weight, bias)
     if backend == "torch":
