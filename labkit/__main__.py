@@ -1,6 +1,8 @@
 """`python -m labkit doctor | fetch | run | report | gpu-check`."""
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,8 +27,14 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 something failed, 2 it could not be asked for like that."""
     args = build_parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without "µ" shows "?", in place of no table at all
+            stream.reconfigure(errors="replace")
     try:
         return args.run(args)
+    except BrokenPipeError:  # `| head` has read enough; nothing more may be written at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         print(f"labkit: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

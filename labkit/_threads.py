@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from labkit import _check
+from labkit.kernels import dense_linear
 from labkit.measure import compare_ops
 
 
@@ -23,7 +24,8 @@ def set_threads(candidates: list[int] | None = None) -> int:
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     candidates = candidates or sorted({1, max(1, cores // 2), min(cores, 16), cores})
     for count in candidates:
-        _check.integer("candidates", count, 1)
+        # Far more threads than cores end the process: OpenMP does not survive that it cannot start one.
+        _check.integer("candidates", count, 1, os.cpu_count() or 1)
     layers = [_ProbeLayer(torch.randn(1536, 576), torch.randn(576, 1536)) for _ in range(8)]
     before = torch.get_num_threads()
     ops = {str(count): functools.partial(_probe_step, layers, count) for count in candidates}
@@ -47,8 +49,8 @@ class _ProbeLayer(NamedTuple):
 def _probe_step(layers: list[_ProbeLayer], threads: int) -> None:
     """The shape of a decode step: a product, elementwise work on one row, a small attention, a product."""
     torch.set_num_threads(threads)
-    x, cached = torch.ones(2, 576), torch.ones(1, 3, 256, 64)
+    x, cached = torch.ones(1, 576), torch.ones(1, 3, 256, 64)
     for layer in layers:
-        h = F.silu(F.linear(x, layer.up))
+        h = F.silu(dense_linear(x, layer.up))
         F.scaled_dot_product_attention(cached[:, :, :3], cached, cached)
-        x = F.rms_norm(F.linear(h, layer.down), (576,))
+        x = F.rms_norm(dense_linear(h, layer.down), (576,))

@@ -89,8 +89,9 @@ def load_claims(chapter: int | str | None = None) -> list[Claim]:
     if chapter is None:
         return list(_all_claims())
     chapters = sorted({c.chapter for c in _all_claims()})
-    number = int(chapter) if isinstance(chapter, str) and chapter.isdigit() else chapter
-    _check.require(number in chapters, "chapter", chapter, f"one of {', '.join(map(str, chapters))}")
+    number = int(chapter) if isinstance(chapter, str) and chapter.isdecimal() else chapter
+    known = type(number) is int and number in chapters
+    _check.require(known, "chapter", chapter, f"one of {', '.join(map(str, chapters))}")
     return [c for c in _all_claims() if c.chapter == number]
 
 
@@ -100,6 +101,7 @@ def _by_condition(claim: Claim, measured: Figures | None) -> dict[str, Measureme
         return {}
     figures = dict(measured) if isinstance(measured, Mapping) else {"": measured}
     for condition, figure in figures.items():
+        _check.require(isinstance(condition, str), f"measured[{claim.id!r}]", condition, "conditions in words")
         name = f"measured[{claim.id!r}]" + (f"[{condition!r}]" if condition else "")
         if isinstance(figure, Measurement):
             _check.require(figure.unit == claim.unit, name, f"a figure in {figure.unit}", f"one in {claim.unit}")

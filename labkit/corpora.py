@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from labkit import _check
+from labkit.hardware import describe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +57,8 @@ def load_text(name: str | Path = "pydoc", split: str = "eval") -> str:
     if name == "wikitext-2":
         return _wikitext(split)
     takes = f"{_check.near(name, NAMES)}, or the path of a text file"
-    _check.require(isinstance(name, str | Path) and Path(name).is_file(), "name", str(name), takes)
+    # os.path, since pathlib raises for a name that is too long.
+    _check.require(isinstance(name, str | Path) and os.path.isfile(name), "name", str(name), takes)
     return _own_file(Path(name), split)
 
 
@@ -73,13 +76,15 @@ def token_batches(tokenizer: PreTrainedTokenizerBase, text: str, n_samples: int,
     """
     _check.require(callable(tokenizer), "tokenizer", type(tokenizer).__name__, "a tokenizer of transformers")
     _check.require(isinstance(text, str), "text", type(text).__name__, "a string")
-    _check.integer("n_samples", n_samples, 1)
-    _check.integer("seq_len", seq_len, 1)
-    _check.integer("seed", seed, 0)
+    n_samples, seq_len = _check.integer("n_samples", n_samples, 1), _check.integer("seq_len", seq_len, 1)
+    seed = _check.seed("seed", seed)
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids, dtype=torch.int64)
     places = ids.numel() - seq_len + 1
     takes = f"at least {seq_len + n_samples - 1} tokens for {n_samples} windows of {seq_len} from different places"
     _check.require(places >= n_samples, "text", f"{ids.numel()} tokens", takes)
+    needed, free = 8 * n_samples * seq_len, describe("cpu").free_bytes
+    takes = f"windows that fit in memory: these take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
+    _check.require(needed <= free, "n_samples", f"{n_samples} windows of {seq_len}", takes)
     starts = torch.randperm(places, generator=torch.Generator().manual_seed(seed))[:n_samples]
     return torch.stack([ids[start : start + seq_len] for start in starts.tolist()])
 
@@ -128,9 +133,11 @@ def _wikitext(split: str) -> str:
 
 def _own_file(path: Path, split: str) -> str:
     try:
-        paragraphs = _paragraphs(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"name: got {str(path)!r}, which is not UTF-8 text; takes a text file") from error
+    _check.require("\0" not in text, "name", f"{path}, which holds zero bytes", "a text file")
+    paragraphs = _paragraphs(text)
     takes = "a text of at least two paragraphs with an empty line between them, so that it can be split"
     _check.require(len(paragraphs) >= 2, "name", f"{path} with {len(paragraphs)} paragraphs", takes)
     lengths = torch.tensor([len(paragraph) for paragraph in paragraphs]).cumsum(0)

@@ -19,6 +19,8 @@ from labkit._paths import cache_dir
 if TYPE_CHECKING:
     from labkit.measure import Timing
 
+_LATEST = 2.0**37  # the year 6325: later than any date that a table can show is no time
+
 
 class Label(StrEnum):
     """Where a figure comes from."""
@@ -29,8 +31,17 @@ class Label(StrEnum):
     PUBLISHED = "PUBLISHED"  # someone's paper, cited
 
 
-def device_name(device: torch.device) -> str:
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def device_name(device: torch.device | str) -> str:
     """What the maker calls it: the GPU's name, or the processor's."""
+    device = _check.device("device", device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError):
@@ -73,6 +84,17 @@ class Measurement:
         _check.number("value", self.value)
         _check.require(isinstance(self.unit, str), "unit", self.unit, "a unit's name")
         _check.choice("label", self.label, list(Label))
+        _check.number("time", self.time, 0.0, _LATEST)
+        if (self.p10, self.p90) != (None, None):
+            for name in ("p10", "p90"):
+                _check.number(name, getattr(self, name))
+        # What cannot be written is refused here, and not when a figure that was measured is to be kept.
+        for name in ("params", "shapes", "versions"):
+            given = getattr(self, name)
+            kept = isinstance(given, dict) and _is_json(given)
+            _check.require(kept, name, given, "a dict of text, finite numbers and lists")
+        for name in ("dtype", "backend", "device"):
+            _check.require(isinstance(getattr(self, name), str | None), name, getattr(self, name), "text or None")
 
     @classmethod
     def of(
@@ -91,6 +113,8 @@ class Measurement:
         for key in details:
             _check.choice("details", key, sorted(known))
         if spread is not None:
+            takes = "a Timing, as time_op returns"
+            _check.require(hasattr(spread, "p10") and hasattr(spread, "p90"), "spread", spread, takes)
             details |= {"p10": spread.p10, "p90": spread.p90}
         if isinstance(details.get("dtype"), torch.dtype):
             details["dtype"] = str(details["dtype"]).removeprefix("torch.")
@@ -100,7 +124,7 @@ class Measurement:
             "versions": library_versions(),
             "time": time.time(),
         }
-        return cls(name, float(value), unit, **(machine | details))
+        return cls(name, _check.number("value", value), unit, **(machine | details))
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -108,9 +132,16 @@ class Measurement:
 
     @classmethod
     def from_json(cls, line: str) -> "Measurement":
-        """Read back what `to_json` wrote; fields that a later version added are left out."""
+        """Read back what `to_json` wrote; fields that a later version added are left out. Errors: ValueError."""
+        _check.require(isinstance(line, str), "line", line, "a line that to_json wrote")
         known = {f.name for f in fields(cls)}
-        raw = {key: value for key, value in json.loads(line).items() if key in known}
+        try:
+            found = json.loads(line)
+        except RecursionError:  # brackets by the thousand
+            found = None
+        whole = isinstance(found, dict) and found.keys() >= {"name", "value", "unit"}
+        _check.require(whole, "line", line, "a line that to_json wrote")
+        raw = {key: value for key, value in found.items() if key in known}
         return cls(**(raw | {"label": Label(raw.get("label", Label.MEASURED))}))
 
 
@@ -123,6 +154,7 @@ class Ledger:
     def __init__(self, path: str | Path | None = None) -> None:
         _check.require(isinstance(path, str | Path | None), "path", path, "a file's path, or None")
         self.path = Path(path or os.environ.get("LABKIT_LEDGER") or cache_dir() / "ledger.jsonl").expanduser()
+        _check.require(not self.path.is_dir(), "path", str(self.path), "a file, and this is a folder")
 
     def append(self, measurement: Measurement) -> Measurement:
         """Write one line, in one write; returns the measurement."""
@@ -146,6 +178,6 @@ class Ledger:
             return []
         measurements = []
         for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):
+            with contextlib.suppress(ValueError):
                 measurements.append(Measurement.from_json(line))
         return measurements

@@ -49,8 +49,8 @@ class Timing:
     @classmethod
     def of(cls, seconds: list[float]) -> "Timing":
         """From samples; a percentile is the nearest sample at or above its rank."""
-        ordered = sorted(seconds)
-        _check.require(bool(ordered), "seconds", seconds, "at least one sample")
+        _check.require(isinstance(seconds, list) and bool(seconds), "seconds", seconds, "a list of at least one sample")
+        ordered = sorted(_check.number("seconds", sample) for sample in seconds)
 
         def at(q: float) -> float:
             return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
@@ -60,6 +60,7 @@ class Timing:
 
 def synchronize(device: torch.device) -> None:
     """Wait for the device's queue; nothing to wait for on a CPU."""
+    _check.require(isinstance(device, torch.device), "device", device, "a torch.device")
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -99,11 +100,12 @@ def compare_ops(
     Each is called until it has run for `min_run_s` seconds and at least 5 samples are in. Returns a Timing by name.
     """
     device = _check.device("device", device)
-    _check.require(bool(ops), "ops", dict(ops), "at least one function by name")
+    _check.require(isinstance(ops, Mapping) and bool(ops), "ops", ops, "at least one function by name")
     for name, fn in ops.items():
         _check.require(callable(fn), f"ops[{name!r}]", fn, "a function of no arguments")
     _check.number("min_run_s", min_run_s, 0.0)
     _check.integer("warmup", warmup, 0)
+    _check.require(on_wait is None or callable(on_wait), "on_wait", on_wait, "a function of no arguments, or None")
     with device_lock(device, on_wait):
         calls = {}
         for name, fn in ops.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +126,7 @@ def load_model(
 def _folder_of(name: str | Path) -> Path:
     """The folder to load from: a catalogue name comes before a folder of that name, a folder before a Hub id."""
     _check.require(isinstance(name, str | Path), "name", name, "a model's name, a folder or a Hub id")
-    if str(name) not in list_models() and Path(name).is_dir():
+    if str(name) not in list_models() and os.path.isdir(name):  # pathlib raises for a name that is too long
         return Path(name)
     known = str(name) in list_models() or (isinstance(name, str) and hub.is_hub_id(name))
     takes = f"a local folder, a Hub id (owner/model), or {_check.near(name, list_models())}"
@@ -141,19 +142,30 @@ def _load(
     options = {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"name: got {name!r}, whose tokenizer cannot be loaded ({error}); takes a model with one"
-        ) from error
+    except Exception as error:  # each tokenizer's reader fails in its own way on a damaged file
+        why = f"whose tokenizer cannot be loaded ({type(error).__name__}: {error})"
+        raise ValueError(f"name: got {name!r}, {why}; takes a model with one") from error
     # Straight onto a GPU where accelerate can do it; otherwise by way of the CPU's memory.
     direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
-    with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            use_safetensors=True,
-            attn_implementation=attn_implementation,
-            device_map={"": device} if direct else None,
-            **options,
-        )
+    try:
+        with quiet_transformers():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                use_safetensors=True,
+                attn_implementation=attn_implementation,
+                device_map={"": device} if direct else None,
+                output_loading_info=True,
+                **options,
+            )
+    except Exception as error:  # so does the reader of the model
+        asked = f" with attn_implementation={attn_implementation!r}" if attn_implementation else ""
+        why = f"which cannot be loaded ({type(error).__name__}: {error})"
+        raise ValueError(f"name: got {name!r}{asked}, {why}; takes a causal LM's folder or Hub id") from error
+    # transformers fills what the files lack with random numbers and goes on.
+    missing = sorted(found["missing_keys"])
+    got = (
+        f"{name}, whose files lack {len(missing)} weights of its config's model, {missing[0]} first" if missing else ""
+    )
+    _check.require(not missing, "name", got, "a folder or Hub id with every weight")
     return LoadedModel(model.to(device).eval().requires_grad_(False), tokenizer, name)

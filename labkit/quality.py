@@ -95,6 +95,9 @@ def _checked_pair(names: tuple[str, str], first: Tensor, second: Tensor) -> None
     for name, value in zip(names, (first, second), strict=True):
         _check.tensor(name, value)
         _check.require(value.is_floating_point(), name, str(value.dtype), "floating-point values")
+        _check.require(value.device.type != "meta", name, "a meta tensor", "a tensor that holds values")
+    takes = f"the device of {names[0]}, {first.device}"
+    _check.require(second.device == first.device, names[1], f"a tensor on {second.device}", takes)
     takes = f"the shape of {names[0]}, {tuple(first.shape)}"
     _check.require(second.shape == first.shape, names[1], f"shape {tuple(second.shape)}", takes)
     _check.require(first.numel() > 0, names[0], f"shape {tuple(first.shape)}", "at least one value")
@@ -108,6 +111,10 @@ def _row_pieces(p_logits: Tensor, q_logits: Tensor) -> Iterator[tuple[Tensor, Te
     rows = max(1, _LOGITS_AT_ONCE // vocab_size)
     pieces = (logits.reshape(-1, vocab_size).split(rows) for logits in (p_logits, q_logits))
     for p, q in zip(*pieces, strict=True):
+        for name, logits in (("p_logits", p), ("q_logits", q)):
+            # A row's highest logit is finite in every distribution; -inf below it excludes a token.
+            proper = bool(logits.amax(-1).isfinite().all())
+            _check.require(proper, name, "NaN, or a row without a finite maximum", "rows with a finite maximum")
         yield p.float(), q.float()
 
 
@@ -143,6 +150,8 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
     Errors: ValueError for shapes that differ, and for a reference that is zero everywhere.
     """
     _checked_pair(("reference", "approximation"), reference, approximation)
+    for name, value in (("reference", reference), ("approximation", approximation)):
+        _check.require(bool(value.isfinite().all()), name, "NaN or an infinity", "finite values")
     signal = reference.double().square().sum().item()
     _check.require(signal != 0.0, "reference", "zeros only", "values that are not all zero")
     noise = (reference.double() - approximation.double()).square().sum().item()

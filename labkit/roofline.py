@@ -42,9 +42,10 @@ def _peak(ceilings: Ceilings, dtype: torch.dtype | str) -> float:
     """The measured matmul FLOP/s of `dtype`."""
     known = hasattr(ceilings, "matmul_flops") and hasattr(ceilings, "read_bandwidth")
     _check.require(known, "ceilings", type(ceilings).__name__, "the Ceilings that measure_ceilings returns")
-    found = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     names = " or ".join(str(d).removeprefix("torch.") for d in ceilings.matmul_flops)
-    _check.require(found in ceilings.matmul_flops, "dtype", str(dtype), f"a dtype whose peak was measured: {names}")
+    measured = isinstance(found, torch.dtype) and found in ceilings.matmul_flops
+    _check.require(measured, "dtype", str(dtype), f"a dtype whose peak was measured: {names}")
     return ceilings.matmul_flops[found]
 
 
@@ -65,7 +66,7 @@ def time_floor(cost: OpCost | Iterable[OpCost], ceilings: Ceilings, dtype: torch
     For several ops, the sum: they run one after another. Writes are priced as reads, so that it stays a floor; where a
     cache still holds an activation that the op before it wrote, an elementwise op may come in under it.
     """
-    costs = [cost] if isinstance(cost, OpCost) else list(cost)
+    costs = [cost] if isinstance(cost, OpCost) else list(cost) if isinstance(cost, Iterable) else [cost]
     _check.require(
         all(isinstance(c, OpCost) for c in costs), "cost", costs, "an OpCost or several, as op_costs returns"
     )

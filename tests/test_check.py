@@ -12,10 +12,23 @@ def test_integer_refuses(value: object) -> None:
         _check.integer("batch", value, 1)
 
 
-@pytest.mark.parametrize("value", [float("nan"), "1", True, -0.1, 1.1])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", True, -0.1, 1.1])
 def test_number_refuses(value: object) -> None:
     with pytest.raises(ValueError, match=r"top_p: got .*; takes a number from 0.0 to 1.0"):
         _check.number("top_p", value, 0.0, 1.0)
+
+
+def test_a_seed_is_what_a_generator_takes() -> None:
+    torch.Generator().manual_seed(_check.seed("seed", 2**64 - 1))
+    for wrong in (2**64, -1, True, 1.0):
+        with pytest.raises(ValueError, match="seed: got .*; takes an integer from 0 to 18446744073709551615"):
+            _check.seed("seed", wrong)
+
+
+def test_a_long_value_is_cut_short() -> None:
+    with pytest.raises(ValueError) as refused:
+        _check.choice("name", "x" * 5000, ["llama"])
+    assert len(str(refused.value)) < 300
 
 
 def test_choice_names_the_near_ones() -> None:
@@ -25,14 +38,14 @@ def test_choice_names_the_near_ones() -> None:
 
 def test_dtype_takes_itself_and_its_name() -> None:
     assert _check.dtype("dtype", "bfloat16") is _check.dtype("dtype", torch.bfloat16) is torch.bfloat16
-    for wrong in ("bf17", torch.int8, 16):
+    for wrong in ("bf17", torch.int8, 16, torch.float8_e4m3fn):
         with pytest.raises(ValueError, match="dtype: got"):
             _check.dtype("dtype", wrong)
 
 
 def test_device_refuses_what_is_not_here() -> None:
-    assert _check.device("device", "cpu") == torch.device("cpu")
-    for wrong in ("gpu", "cuda:99", "meta", 3.5):
+    assert _check.device("device", "cpu") == _check.device("device", "cpu:0") == torch.device("cpu")
+    for wrong in ("gpu", "cuda:99", "cuda:999", 2**70, "meta", 3.5):
         with pytest.raises(ValueError, match="device: got"):
             _check.device("device", wrong)
 

@@ -204,6 +204,9 @@ def test_what_a_table_shows_is_escaped():
     [
         (lambda: load_claims(42), "chapter: got 42; takes one of 1, 2, 3"),
         (lambda: load_claims("one"), "chapter: got 'one'"),
+        (lambda: load_claims("²"), "chapter: got '²'"),
+        (lambda: load_claims(True), "chapter: got True"),
+        (lambda: claims_table(1, {"kv-share-32k": {1: 0.5}}), "kv-share-32k.*got 1; takes conditions in words"),
         (
             lambda: claims_table(1, {"memory-70b-fp6": 1.0}),
             "measured: got 'memory-70b-fp6'.*did you mean memory-70b-fp16",

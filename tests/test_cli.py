@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -94,7 +95,7 @@ def test_fetch_that_cannot_be_done_is_one_line(monkeypatch, capsys):
 def test_a_cell_that_holds_markup_stays_text_in_every_form():
     table = Table.of([{"a": "<b>|x,y", "b": None}], ("a", "b"))
     assert "&lt;b&gt;|x,y</td>" in table.html() and "<b>" not in table.html()
-    assert "| <b>\\|x,y |  |" in table.markdown()
+    assert "| &lt;b>\\|x,y |  |" in table.markdown()
     assert list(csv.reader(io.StringIO(table.csv()))) == [["a", "b"], ["<b>|x,y", ""]]
     assert table.text().splitlines()[2] == "<b>|x,y"
 
@@ -227,3 +228,40 @@ def test_doctor_shows_ceilings_beside_the_datasheet_and_notes_a_slow_one(monkeyp
     assert found["read bandwidth 2 TB/s"].status is Status.OK
     assert found["matmul bfloat16 100 TFLOP/s"].status is Status.NOTE
     assert found["matmul float32 50 GFLOP/s"].says == "matmul float32 50 GFLOP/s measured"
+
+
+# What the environment and the files at hand may be like
+
+
+@pytest.mark.parametrize("where", ["relative/cache", "~nobody-of-this-name/cache"])
+def test_a_cache_that_would_be_another_folder_elsewhere_is_refused(where, monkeypatch, capsys):
+    monkeypatch.setenv("LABKIT_CACHE", where)
+    assert main(["doctor", "--quick"]) == 2
+    assert f"LABKIT_CACHE: got '{where}'; takes the absolute path" in capsys.readouterr().err
+
+
+def test_doctor_names_a_ledger_that_is_a_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("LABKIT_LEDGER", str(tmp_path))
+    findings = [f for f in checks.notebooks() if "ledger" in f.says]
+    assert [f.status for f in findings] == [checks.Status.FAIL] and "folder" in findings[0].says
+    monkeypatch.setenv("LABKIT_LEDGER", str(tmp_path / "not" / "yet" / "ledger.jsonl"))
+    assert [f.status for f in checks.notebooks() if "ledger" in f.says] == [checks.Status.OK]
+
+
+def test_a_reader_that_has_enough_ends_the_report_quietly(tmp_path):
+    ledger = tmp_path / "ledger.jsonl"
+    ledger.write_text((measured().to_json() + "\n") * 5000)
+    report = [sys.executable, "-m", "labkit", "report", "--ledger", str(ledger)]
+    with subprocess.Popen(report, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == (b"", 0)
+
+
+def test_a_terminal_without_the_micro_sign_still_gets_the_table(tmp_path):
+    ledger = tmp_path / "ledger.jsonl"
+    ledger.write_text(measured(value=1.25e-5, unit="s").to_json() + "\n")
+    report = [sys.executable, "-m", "labkit", "report", "--ledger", str(ledger)]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(report, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
+    assert "12.5 ?s" in done.stdout

@@ -264,3 +264,12 @@ def test_a_section_names_a_function_and_sources_that_exist(section):
     assert f"\ndef {function}(recorder: Recorder)" in source
     # A kernel folder may still be empty; all other patterns find files.
     assert [p for p in section.sources if "kernels" not in p and not source_hashes([p])] == []
+
+
+@pytest.mark.parametrize("text", ["[1", "[]", '{"kind": "cpu", "chip": "cpu"}', '{"kind": "cpu", "sections": 5}'])
+def test_a_file_that_gpu_check_did_not_write_is_left_alone(text, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="--output: got .*mine.json, which gpu-check did not write"):
+        gpu_check.run_sections([], path, chip="cpu", kind="cpu")
+    assert path.read_text() == text

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "labkit"
 # A module may import what has its own rank or a lower one. A package's rank holds for all in it.
 RANKS = [
     {"_paths", "_check", "_compat", "_lock", "_progress", "_table"},
-    {"hardware", "_threads", "measure", "ledger", "kernels"},
+    {"hardware", "devices", "ceilings", "_threads", "measure", "ledger", "kernels"},
     {"roofline", "sizing", "step_costs", "quality", "models", "model_files", "corpora"},
     {"quantization", "attention", "kv_cache", "compression"},
     {"engine.decode"},

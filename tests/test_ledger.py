@@ -51,6 +51,27 @@ def test_a_killed_run_keeps_what_it_had_measured(tmp_path: Path) -> None:
     assert [m.value for m in Ledger(path).read()] == [0.0, 1.0, 2.0]
 
 
+def test_lines_that_are_no_measurement_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    wrong = ["[1]", "3", "null", '"a"', "{}", "[" * 100_000, '{"name": "a", "value": 1, "unit": "s", "p10": 1}']
+    wrong += ['{"name": "a", "value": 1, "unit": "s", "time": "yesterday"}', '{"name": "a", "value": 1, "unit": []}']
+    path.write_text("\n".join([*wrong, Measurement("good", 1.0, "s").to_json()]) + "\n")
+    assert [m.name for m in Ledger(path).read()] == ["good"]
+
+
+def test_processes_that_append_at_once_tear_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    code = (
+        "import sys\nfrom labkit.measure import Ledger, Measurement\n"
+        f"for i in range(200): Ledger({str(path)!r}).append(Measurement(sys.argv[1], i, 's', params=dict(x='y' * 5000)))"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", code, str(n)]) for n in range(4)]
+    assert [process.wait(60) for process in processes] == [0] * 4
+    found = Ledger(path).read()
+    assert {(m.name, m.value) for m in found} == {(str(n), i) for n in range(4) for i in range(200)}
+    assert len(found) == 800
+
+
 def test_a_later_version_s_fields_are_left_out(tmp_path: Path) -> None:
     line = Measurement("a", 1.0, "s").to_json().replace('"name"', '"invented": 3, "name"')
     assert Measurement.from_json(line) == Measurement("a", 1.0, "s")
@@ -62,6 +83,19 @@ def test_a_later_version_s_fields_are_left_out(tmp_path: Path) -> None:
         (lambda: Measurement("", 1.0, "s"), "name"),
         (lambda: Measurement("a", float("nan"), "s"), "value"),
         (lambda: Measurement("a", 1.0, "s", label="GUESSED"), "label"),
+        (lambda: Measurement("a", float("inf"), "s"), "value"),
+        (lambda: Measurement.of("a", None, "s"), "value"),
+        (lambda: Measurement("a", 1.0, "s", p10=1.0), "p90"),
+        (lambda: Measurement("a", 1.0, "s", params={"dtype": torch.float32}), "params"),
+        (lambda: Measurement("a", 1.0, "s", params={"x": float("nan")}), "params"),
+        (lambda: Measurement("a", 1.0, "s", shapes=[1]), "shapes"),
+        (lambda: Measurement("a", 1.0, "s", dtype=torch.float32), "dtype"),
+        (lambda: Measurement("a", 1.0, "s", time="yesterday"), "time"),
+        (lambda: Measurement("a", 1.0, "s", time=1e300), "time"),
+        (lambda: Measurement.of("a", 1.0, "s", spread=0.1), "spread"),
+        (lambda: Measurement.from_json("[1]"), "line"),
+        (lambda: Ledger(5), "path"),
+        (lambda: Ledger("/"), "path"),
         (lambda: Measurement.of("a", 1.0, "s", parms={}), "details"),
         (lambda: Ledger("x").append("a line"), "measurement"),
     ],

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labkit import _lock
-from labkit.measure import Timing, compare_ops, device_lock, peak_memory, time_op
+from labkit.measure import Timing, compare_ops, device_lock, peak_memory, synchronize, time_op
 
 
 @given(st.lists(st.floats(1e-9, 10), min_size=1, max_size=50))
@@ -121,6 +121,23 @@ def test_threads_take_turns_and_say_that_they_wait() -> None:
         events.append("first ends")
     thread.join(5)
     assert events == ["waits", "first ends", "other runs"]
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: compare_ops(None), "ops"),
+        (lambda: compare_ops([print]), "ops"),
+        (lambda: time_op(lambda: None, min_run_s=float("inf")), "min_run_s"),
+        (lambda: time_op(lambda: None, on_wait=5), "on_wait"),
+        (lambda: Timing.of(None), "seconds"),
+        (lambda: Timing.of([float("nan")]), "seconds"),
+        (lambda: synchronize("cpu"), "device"),
+    ],
+)
+def test_what_cannot_be_timed_is_named(call: object, named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named}: got"):
+        call()
 
 
 @pytest.mark.usefixtures("own_lock")

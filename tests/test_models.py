@@ -3,6 +3,7 @@
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from labkit import hardware, models
 from labkit.model_files import fits
@@ -119,7 +120,7 @@ def test_bad_arguments_are_named(arguments, message):
 
 def free_memory(monkeypatch, size: float) -> None:
     memory = psutil.virtual_memory()._replace(available=int(size))
-    monkeypatch.setattr(hardware.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
 
 
 def test_what_does_not_fit_is_refused_with_numbers_and_a_setting_that_does(monkeypatch, folder):
@@ -181,6 +182,35 @@ def test_tiny_model_takes_a_configs_fields_and_refuses_others():
         tiny_model(num_key_value_heads=3)
     with pytest.raises(ValueError, match="hidden_size: got '64'; takes an integer of at least 1"):
         tiny_model(hidden_size="64")
+    for wrong in ({"hidden_act": "banana"}, {"rms_norm_eps": "x"}, {"pad_token_id": 999}):
+        with pytest.raises(ValueError, match=f"config_overrides: got .*{next(iter(wrong))}"):
+            tiny_model(**wrong)
+    with pytest.raises(ValueError, match="head_dim: got 3; takes an even number"):
+        tiny_model(head_dim=3)
+    with pytest.raises(ValueError, match=r"takes 256000.0 GB in float32; takes what fits in"):
+        tiny_model(vocab_size=10**12)
+
+
+def test_a_folder_that_lacks_weights_is_refused_and_not_filled_with_random_ones(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"name: got .*lack 1 weights .*model.layers.1.mlp.up_proj.weight first"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"), [("config.json", "[]"), ("config.json", '{"model_type": "bert"}'), ("tokenizer.json", "{}")]
+)
+def test_a_damaged_folder_is_refused_by_name(folder, file, text):
+    (folder / file).write_text(text)
+    with pytest.raises(ValueError, match="name: got .*mine"):
+        load_model(folder)
+
+
+def test_a_name_that_is_too_long_for_a_path_is_refused():
+    with pytest.raises(ValueError, match="name: got 'xxx.*takes a local folder"):
+        load_model("x" * 5000)
 
 
 @pytest.fixture

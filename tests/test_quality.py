@@ -197,6 +197,9 @@ def test_sqnr_of_known_noise():
         (torch.zeros(0, 3), torch.zeros(0, 3), r"p_logits: got 'shape \(0, 3\)'; takes at least one value"),
         (torch.zeros(2, 3).int(), torch.zeros(2, 3), "p_logits: got 'torch.int32'; takes floating-point"),
         (torch.zeros(2, 3), [0.0], "q_logits: got 'list'; takes a torch.Tensor"),
+        (torch.zeros(2, 3), torch.zeros(2, 3, device="meta"), "q_logits: got 'a meta tensor'"),
+        (torch.zeros(2, 3), torch.full((2, 3), math.nan), "q_logits: got 'NaN, or a row without a finite maximum'"),
+        (torch.full((2, 3), -math.inf), torch.zeros(2, 3), "p_logits: got 'NaN, or a row without a finite maximum'"),
         (torch.tensor(1.0), torch.tensor(1.0), r"p_logits: got 'a scalar'; takes shape \(…, vocab_size\)"),
     ],
 )
@@ -211,6 +214,7 @@ def test_bad_logits_are_named(function, p, q, message):
         (torch.zeros(3), torch.ones(3), "reference: got 'zeros only'"),
         (torch.ones(3), torch.ones(4), r"approximation: got 'shape \(4,\)'; takes the shape of reference, \(3,\)"),
         (torch.ones(3), None, "approximation: got 'NoneType'"),
+        (torch.ones(3), torch.full((3,), math.nan), "approximation: got 'NaN or an infinity'; takes finite values"),
     ],
 )
 def test_bad_tensors_are_named(reference, approximation, message):

@@ -351,6 +351,8 @@ GOOD = {"batch": 1, "q_len": 2, "kv_len": 4, "dtype": "float32"}
         (lambda: attainable_flops(-1, CPU, "float32"), "intensity: got -1"),
         (lambda: attainable_flops(math.nan, CPU, "float32"), "intensity: got nan"),
         (lambda: time_floor([1.0], CPU, "float32"), "cost: got"),
+        (lambda: time_floor(None, CPU, "float32"), "cost: got"),
+        (lambda: ridge(CPU, ["float32"]), "dtype: got"),
     ],
 )
 def test_bad_arguments_are_named(call, says):

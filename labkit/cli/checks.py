@@ -166,8 +166,13 @@ def notebooks() -> Iterator[Finding]:
     says = f"kernels: {', '.join(kernels) or 'none'}"
     advice = "" if good else "python -m ipykernel install --sys-prefix"
     yield Finding("notebooks", Status.OK if good else Status.FAIL, says, advice, {"kernels": kernels})
-    path = Ledger().path
-    writable = os.access(path if path.exists() else path.parent, os.W_OK)
+    try:
+        path = Ledger().path
+    except ValueError as error:
+        yield Finding("notebooks", Status.FAIL, f"ledger: {error}", "set LABKIT_LEDGER to a file that can be written")
+        return
+    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    writable = os.access(nearest, os.W_OK) and (nearest == path or nearest.is_dir())
     advice = "" if writable else "set LABKIT_LEDGER to a file that can be written"
     yield Finding("notebooks", Status.OK if writable else Status.FAIL, f"ledger {path}", advice, {"ledger": str(path)})
 

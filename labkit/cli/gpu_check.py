@@ -114,7 +114,12 @@ def run_sections(chosen: Iterable[Section], path: Path, *, chip: str, kind: str,
 def _kept_sections(path: Path, kind: str, chip: str) -> dict[str, dict]:
     if not path.is_file():
         return {}
-    there = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        there = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        there = None
+    if not isinstance(there, dict) or not isinstance(there.get("sections"), dict):
+        raise ValueError(f"--output: got {path}, which gpu-check did not write; takes another file")
     if (there.get("kind"), there.get("chip")) != (kind, chip):
         raise ValueError(f"--output: got {path}, which holds a run on {there.get('chip')}; takes another file")
     return there["sections"]

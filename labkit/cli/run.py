@@ -69,10 +69,16 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Run, print a line a chapter and the table, write the report. Returns 1 if a chapter failed."""
+    from labkit import _check
+
     chapters = find_chapters(args.chapters)
     output = args.output or cache_dir() / "reports" / f"run-{datetime.now():%Y%m%d-%H%M%S}.md"
     if output.suffix not in (".md", ".html"):
         raise ValueError(f"--output: got {output}; takes a file ending in .md or .html")
+    _check.number("--timeout", args.timeout, 0.0)
+    for folder in (output.parent, *filter(None, [args.save])):  # before the first chapter, not after the last
+        folder.mkdir(parents=True, exist_ok=True)
+    _check.require(not output.is_dir(), "--output", str(output), "a file, and this is a folder")
     runs: list[ChapterRun] = []
     for path in chapters:
         print(f"{path.stem} ...", flush=True)
@@ -118,7 +124,10 @@ def run_notebook(path: Path, *, cell_timeout_s: float = 600.0, save_to: Path | N
         from nbclient.exceptions import CellControlSignal
     except ImportError as error:
         raise ValueError(f"run: {error.name} is not installed; takes `pip install -r requirements.txt`") from error
-    notebook, reached = nbformat.read(path, as_version=4), [None]
+    try:
+        notebook, reached = nbformat.read(path, as_version=4), [None]
+    except ValueError as error:  # the other chapters run all the same
+        return ChapterRun(path.stem, False, 0.0, error=f"it is not a notebook: {error}", traceback=str(error))
     client = NotebookClient(
         notebook,
         on_cell_execute=lambda cell, cell_index: reached.append(cell_index),

@@ -24,9 +24,10 @@ class Table(_table.Table):
         return cls(columns, tuple(tuple("" if cell is None else str(cell) for cell in row) for row in cells))
 
     def markdown(self) -> str:
-        """A GitHub table; a bar or a line end inside a cell is escaped."""
+        """A GitHub table; a bar, a line end or HTML inside a cell is escaped."""
         lines = [self.columns, tuple("---" for _ in self.columns), *self.rows]
-        escaped = ((cell.replace("|", "\\|").replace("\n", " ") for cell in line) for line in lines)
+        marks = str.maketrans({"|": "\\|", "\n": " ", "<": "&lt;", "&": "&amp;"})
+        escaped = ((cell.translate(marks) for cell in line) for line in lines)
         return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
     def csv(self) -> str:

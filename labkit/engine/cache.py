@@ -58,13 +58,16 @@ class StaticKVCache:
     def fill(self, length: int, seed: int = 0) -> None:
         """Hold `length` tokens of random keys and values: for timing, which does not depend on what they are."""
         _check.integer("length", length, 0, self.max_length)
-        generator = torch.Generator(self.keys.device).manual_seed(_check.integer("seed", seed, 0))
-        self.keys[..., :length, :].normal_(generator=generator)
-        self.values[..., :length, :].normal_(generator=generator)
+        generator = torch.Generator(self.keys.device).manual_seed(_check.seed("seed", seed))
+        for stored in (self.keys, self.values):
+            # One row for all layers and sequences: drawing a billion numbers would take longer than what is timed.
+            row = torch.randn(stored.shape[2], length, stored.shape[4], generator=generator, device=stored.device)
+            stored[..., :length, :].copy_(row)
         self.length = length
 
     def grown(self, max_length: int) -> "StaticKVCache":
         """A copy with room for `max_length` tokens."""
+        _check.integer("max_length", max_length, self.max_length)
         larger = object.__new__(StaticKVCache)
         shape = (*self.keys.shape[:3], max_length, self.keys.shape[4])
         _refuse_if_too_large(shape, self.keys.dtype, self.keys.device)

@@ -1,5 +1,7 @@
 """`Decoder`: prefill, then one token at a time, over a static KV cache; on a GPU from a CUDA graph."""
 
+import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 from labkit import _check
 from labkit.engine.cache import StaticKVCache, check_cache
 from labkit.engine.graph import DecodeGraphs
-from labkit.engine.sampling import check_sampling, sample, seeded_generator
-from labkit.engine.step import StepInput, check_model, collect_ops, no_mark, rotary_table, run_step
+from labkit.engine.sampling import check_sampling, sample, seeded_generator, stop_ids
+from labkit.engine.step import StepInput, check_model, check_tree_mask, collect_ops, no_mark, rotary_table, run_step
 from labkit.measure import synchronize, track_peak
 from labkit.models import LoadedModel
 
@@ -34,6 +36,17 @@ class GenerationResult:
     peak_bytes: int | None
 
 
+def _one_at_a_time(method: Callable[..., object]) -> Callable[..., object]:
+    """Threads that share a Decoder take turns: two that wrote to one cache at once would both read wrong tokens."""
+
+    @functools.wraps(method)
+    def turn(self: "Decoder", *args: object, **kwargs: object) -> object:
+        with self._turn:
+            return method(self, *args, **kwargs)
+
+    return turn
+
+
 class Decoder:
     """Runs a Llama-family `transformers` model (or a `LoadedModel`) step by step.
 
@@ -51,6 +64,7 @@ class Decoder:
     ) -> None:
         self.model = check_model(model.model if isinstance(model, LoadedModel) else model)
         self._ops = collect_ops(self.model)
+        self._turn = threading.RLock()
         weight = self.model.model.embed_tokens.weight
         self.device, self.dtype = weight.device, weight.dtype
         on_gpu = self.device.type == "cuda"
@@ -70,8 +84,9 @@ class Decoder:
         return self.cache.length if self.cache else 0
 
     def _adopt(self, cache: StaticKVCache) -> None:
-        self.cache = cache
+        # The table first: where making it fails, the cache at hand keeps the table that goes with it.
         self._rotary = rotary_table(self.model, cache.max_length)
+        self.cache = cache
         if self._graphs is not None:
             self._graphs.clear()
 
@@ -104,19 +119,16 @@ class Decoder:
 
     def fill_cache(self, batch: int, length: int, seed: int = 0) -> None:
         """Hold `length` random tokens' K and V for `batch` rows: to time a step at a context without a prefill."""
-        self.reserve(batch, max(1, length))
+        self.reserve(batch, max(1, _check.integer("length", length, 0)))
         self.cache.fill(length, seed)
 
-    def _check_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        _check.tensor("tokens", tokens, ndim=2, dtypes=(torch.int64, torch.int32))
-        _check.require(tokens.numel() > 0, "tokens", tuple(tokens.shape), "at least one token of at least one row")
-        if self.length:
-            takes = f"{self.cache.batch} rows, as the cache holds; or call reset() first"
-            _check.require(tokens.shape[0] == self.cache.batch, "tokens", f"{tokens.shape[0]} rows", takes)
+    def _check_tokens(self, name: str, tokens: torch.Tensor) -> torch.Tensor:
+        _check.tensor(name, tokens, ndim=2, dtypes=(torch.int64, torch.int32))
+        _check.require(tokens.numel() > 0, name, tuple(tokens.shape), "at least one token of at least one row")
         vocab = self.model.config.vocab_size
         if tokens.device.type == "cpu":
             in_range = 0 <= int(tokens.min()) and int(tokens.max()) < vocab
-            _check.require(in_range, "tokens", f"ids {int(tokens.min())} to {int(tokens.max())}", f"0 to {vocab - 1}")
+            _check.require(in_range, name, f"ids {int(tokens.min())} to {int(tokens.max())}", f"0 to {vocab - 1}")
         return tokens.to(self.device, torch.int64)
 
     def _where(self, q_len: int, tree_mask: torch.Tensor | None) -> StepInput:
@@ -134,6 +146,7 @@ class Decoder:
         causal = mask is None and q_len > 1
         return StepInput(slots, cos[positions], sin[positions], past + q_len, mask, causal)
 
+    @_one_at_a_time
     @torch.inference_mode()
     def forward(
         self,
@@ -150,8 +163,11 @@ class Decoder:
         stand before it; every token sees all that the cache held before. `return_hidden` adds the hidden states
         `(batch, q_len, hidden_size)` after the final norm. `logits_to_keep` leaves out all but the last logits.
         """
-        tokens = self._check_tokens(tokens)
+        tokens = self._check_tokens("tokens", tokens)
         batch, q_len = tokens.shape
+        if self.length:
+            takes = f"{self.cache.batch} rows, as the cache holds; or call reset() first"
+            _check.require(batch == self.cache.batch, "tokens", f"{batch} rows", takes)
         if logits_to_keep is not None:
             _check.integer("logits_to_keep", logits_to_keep, 1, q_len)
         self.reserve(batch, self.length + q_len)
@@ -165,6 +181,7 @@ class Decoder:
         self.cache.length += q_len
         return (logits, hidden) if return_hidden else logits
 
+    @_one_at_a_time
     def generate(
         self,
         input_ids: torch.Tensor,
@@ -182,16 +199,17 @@ class Decoder:
         Starts from an empty cache. Stops when every row has made an `eos_token_id`; a row that stopped earlier is
         padded with it. `streamer` is fed as `transformers.generate` feeds it: the prompt, then each step's tokens.
         """
-        _check.integer("max_new_tokens", max_new_tokens, 1)
         check_sampling(temperature, top_k, top_p)
         feeds = streamer is None or (hasattr(streamer, "put") and hasattr(streamer, "end"))
         _check.require(feeds, "streamer", type(streamer).__name__, "a streamer of transformers, or None")
-        self.reset()
-        input_ids = self._check_tokens(input_ids)
+        input_ids = self._check_tokens("input_ids", input_ids)
         batch, prompt = input_ids.shape
-        stop = _eos_ids(eos_token_id, self.device)
-        self.reserve(batch, prompt + max_new_tokens)
+        room = self.model.config.max_position_embeddings - prompt
+        _check.integer("max_new_tokens", max_new_tokens, 1, max(1, room))
+        stop = stop_ids(eos_token_id, self.model.config.vocab_size, self.device)
         generator = seeded_generator(self.device, seed)
+        self.reset()
+        self.reserve(batch, prompt + max_new_tokens)
         if streamer is not None:
             streamer.put(input_ids.cpu())
         steps, times = [input_ids], []
@@ -218,27 +236,3 @@ class Decoder:
         ttft, total, new = times[0], times[-1], len(times)
         tpot = (total - ttft) / (new - 1) if new > 1 else float("nan")
         return GenerationResult(torch.cat(steps, dim=1), ttft, tpot, batch * new / total, peak.bytes)
-
-
-def check_tree_mask(tree_mask: torch.Tensor, q_len: int) -> torch.Tensor:
-    """A bool `(q_len, q_len)` mask in which every token sees itself, no later one, and all its ancestors' ancestors."""
-    _check.tensor("tree_mask", tree_mask, ndim=2, dtypes=(torch.bool,))
-    shape = tuple(tree_mask.shape)
-    _check.require(shape == (q_len, q_len), "tree_mask", f"shape {shape}", f"({q_len}, {q_len}), one row a token")
-    _check.require(
-        bool(tree_mask.diagonal().all()), "tree_mask", "a False on the diagonal", "True at every token itself"
-    )
-    _check.require(not bool(tree_mask.triu(1).any()), "tree_mask", "a token that sees a later one", "ancestors first")
-    reach = (tree_mask.float() @ tree_mask.float()) > 0
-    _check.require(
-        torch.equal(reach, tree_mask), "tree_mask", "a token without its ancestors' ancestors", "whole paths"
-    )
-    return tree_mask
-
-
-def _eos_ids(eos_token_id: int | Sequence[int] | None, device: torch.device) -> torch.Tensor | None:
-    if eos_token_id is None:
-        return None
-    ids = list(eos_token_id) if isinstance(eos_token_id, Sequence) else [eos_token_id]
-    _check.require(bool(ids), "eos_token_id", eos_token_id, "a token id, several, or None")
-    return torch.tensor([_check.integer("eos_token_id", i, 0) for i in ids], device=device)

@@ -1,5 +1,7 @@
 """From logits to the next token: temperature, top-k, top-p, in the order `transformers` applies them."""
 
+from collections.abc import Sequence
+
 import torch
 
 from labkit import _check
@@ -22,7 +24,9 @@ def probabilities(logits: torch.Tensor, temperature: float, top_k: int = 0, top_
     logits = logits.float()
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    logits = logits / temperature
+    # From the maximum down, so that a temperature near zero overflows to -inf beside a 0 and not to NaN.
+    smallest = torch.finfo(torch.float32).tiny
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, smallest)
     if top_k:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
@@ -31,6 +35,7 @@ def probabilities(logits: torch.Tensor, temperature: float, top_k: int = 0, top_
         ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
         # A token goes once those before it have reached p, so that the one that crosses p stays.
         dropped = ordered.cumsum(-1) - ordered >= top_p
+        dropped[..., 0] = False  # a top_p below what float32 holds is 0 there
         probs = probs.masked_fill(dropped.scatter(-1, order, dropped), 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
@@ -42,8 +47,17 @@ def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
     if seed is None:
         generator.seed()
     else:
-        generator.manual_seed(_check.integer("seed", seed, 0))
+        generator.manual_seed(_check.seed("seed", seed))
     return generator
+
+
+def stop_ids(eos_token_id: int | Sequence[int] | None, vocab_size: int, device: torch.device) -> torch.Tensor | None:
+    """The ids `(n,)` that end a row; None for none. Errors: ValueError for what is not an id of the vocabulary."""
+    if eos_token_id is None:
+        return None
+    ids = list(eos_token_id) if isinstance(eos_token_id, Sequence) else [eos_token_id]
+    _check.require(bool(ids), "eos_token_id", eos_token_id, "a token id, several, or None")
+    return torch.tensor([_check.integer("eos_token_id", i, 0, vocab_size - 1) for i in ids], device=device)
 
 
 def sample(

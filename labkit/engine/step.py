@@ -30,6 +30,10 @@ def check_model(model: object) -> PreTrainedModel:
     _check.require(isinstance(model, PreTrainedModel), "model", type(model).__name__, "a transformers causal LM")
     config = model.config
     _check.require(config.model_type in FAMILIES, "model", config.model_type, f"a model of {', '.join(FAMILIES)}")
+    complete = hasattr(model, "model") and hasattr(model, "lm_head")
+    _check.require(complete, "model", type(model).__name__, "a causal LM, with its lm_head")
+    device = model.model.embed_tokens.weight.device
+    _check.require(device.type in ("cpu", "cuda"), "model", f"weights on {device}", "a model on the CPU or a GPU")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     _check.require(rope in ("default", "linear", "llama3"), "model", f"rope_type {rope!r}", "default, linear or llama3")
     _check.require(config.hidden_act == "silu", "model", f"hidden_act {config.hidden_act!r}", "silu")
@@ -50,6 +54,22 @@ class StepInput:
     kv_len: int
     mask: torch.Tensor | None
     causal: bool
+
+
+def check_tree_mask(tree_mask: torch.Tensor, q_len: int) -> torch.Tensor:
+    """A bool `(q_len, q_len)` mask in which every token sees itself, no later one, and all its ancestors' ancestors."""
+    _check.tensor("tree_mask", tree_mask, ndim=2, dtypes=(torch.bool,))
+    shape = tuple(tree_mask.shape)
+    _check.require(shape == (q_len, q_len), "tree_mask", f"shape {shape}", f"({q_len}, {q_len}), one row a token")
+    _check.require(
+        bool(tree_mask.diagonal().all()), "tree_mask", "a False on the diagonal", "True at every token itself"
+    )
+    _check.require(not bool(tree_mask.triu(1).any()), "tree_mask", "a token that sees a later one", "ancestors first")
+    reach = (tree_mask.float() @ tree_mask.float()) > 0
+    _check.require(
+        torch.equal(reach, tree_mask), "tree_mask", "a token without its ancestors' ancestors", "whole paths"
+    )
+    return tree_mask
 
 
 def rotary_table(model: PreTrainedModel, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:

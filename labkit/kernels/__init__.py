@@ -5,6 +5,7 @@ backend asked for by name never falls back in silence, it raises `BackendUnavail
 """
 
 import importlib
+import inspect
 
 import torch
 
@@ -20,4 +21,9 @@ __all__ = ["OPS", "BackendUnavailable", "Choice", "choose_backend", "dense_linea
 def choose_backend(op: str, *tensors: torch.Tensor) -> Choice:
     """The backend that `op(*tensors, backend="auto")` would run, and the reason."""
     _check.choice("op", op, OPS)
-    return importlib.import_module(f"labkit.kernels.{op}").choose(*tensors)
+    choose = importlib.import_module(f"labkit.kernels.{op}").choose
+    names = tuple(inspect.signature(choose).parameters)
+    required = sum(p.default is p.empty for p in inspect.signature(choose).parameters.values())
+    takes = f"{required} to {len(names)} for {op}: {', '.join(names)}"
+    _check.require(required <= len(tensors) <= len(names), "tensors", f"{len(tensors)} tensors", takes)
+    return choose(*tensors)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from labkit._table import SECONDS, SI, scaled
 from labkit.measure import Measurement
 
 
@@ -62,24 +63,16 @@ def to_csv(results: Iterable[LabResult]) -> str:
     return out.getvalue()
 
 
-_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
 def si(value: float, unit: str, digits: int = 3) -> str:
     """`value` with a decimal prefix and `digits` significant digits: si(5898240, "B") is "5.90 MB"."""
-    for factor, prefix in _PREFIXES:
-        # Rounding first, so that 999.9996 M becomes 1.00 G and not 1000 M.
-        if float(f"{abs(value):.{digits - 1}e}") >= factor:
-            return f"{_significant(value / factor, digits)} {prefix}{unit}"
-    return f"{_significant(value, digits)} {unit}"
+    number, prefix = scaled(value, SI, digits)
+    return f"{_significant(number, digits)} {prefix}{unit}"
 
 
 def duration(seconds: float) -> str:
     """`seconds` in s, ms or µs with three significant digits."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= factor:
-            return f"{_significant(seconds / factor, 3)} {unit}"
-    return f"{_significant(seconds / 1e-6, 3)} µs"
+    number, unit = scaled(seconds, SECONDS[:3])
+    return f"{_significant(number, 3)} {unit}"
 
 
 def _significant(value: float, digits: int) -> str:

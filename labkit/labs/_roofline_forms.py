@@ -147,12 +147,12 @@ def measurements(result: RooflineResult) -> list[Measurement]:
     d, p = result.decode, result.prefill
     add("tpot", d.step.median, "s", d, spread=d.step)
     add("decode_tokens_per_second", d.tokens_per_second, "tokens/s", d)
-    add("decode_bandwidth", d.bandwidth, "B/s", d)
-    add("decode_fraction_of_roof", d.fraction, "1", d)
-    add("decode_weight_bytes", d.total("weight_bytes"), "B", d, label=Label.MODELLED)
-    add("decode_kv_bytes", d.op("attention").cost.kv_bytes, "B", d, label=Label.MODELLED)
+    add("decode_bandwidth", d.bandwidth, "bytes/s", d)
+    add("decode_fraction_of_roof", d.fraction, "fraction", d)
+    add("decode_weight_bytes", d.total("weight_bytes"), "bytes", d, label=Label.MODELLED)
+    add("decode_kv_bytes", d.op("attention").cost.kv_bytes, "bytes", d, label=Label.MODELLED)
     if p is not None:
         add("ttft", p.step.median, "s", p, spread=p.step)
         add("prefill_flops_per_second", p.achieved_flops, "FLOP/s", p)
-        add("prefill_fraction_of_roof", p.fraction, "1", p)
+        add("prefill_fraction_of_roof", p.fraction, "fraction", p)
     return lines

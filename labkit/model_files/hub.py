@@ -17,7 +17,8 @@ _FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.t
 
 def is_hub_id(name: str) -> bool:
     """Has it the form `owner/model`?"""
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+    part = r"(?!.*(--|\.\.))[A-Za-z0-9_]([\w.-]*[A-Za-z0-9_])?"
+    return len(name) <= 96 and all(re.fullmatch(part, each) for each in name.split("/")) and name.count("/") == 1
 
 
 def snapshot(hub_id: str) -> Path:

@@ -10,6 +10,7 @@ from labkit import _check
 from labkit._progress import progress
 from labkit.model_files import catalogue
 from labkit.model_files.fits import refuse_unless_it_fits
+from labkit.sizing import parameter_count
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedModel
@@ -31,6 +32,11 @@ _TINY = {
     "pad_token_id": None,
 }
 
+_SIZES = (
+    *("num_attention_heads", "num_key_value_heads", "hidden_size"),
+    *("intermediate_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"),
+)
+
 
 def tiny_model(**config_overrides: object) -> LlamaForCausalLM:
     """A Llama of two layers and 64 hidden units with seeded random weights, float32 on the CPU, in evaluation mode.
@@ -45,13 +51,21 @@ def tiny_model(**config_overrides: object) -> LlamaForCausalLM:
     for field in config_overrides:
         _check.choice("config_overrides", field, known)
     fields = _TINY | config_overrides
-    sizes = ("num_attention_heads", "num_key_value_heads", "hidden_size")
-    heads, kv_heads, hidden = (_check.integer(field, fields[field], 1) for field in sizes)
+    heads, kv_heads, hidden, *_ = (_check.integer(field, fields[field], 1) for field in _SIZES)
     _check.require(hidden % heads == 0, "hidden_size", hidden, f"a multiple of num_attention_heads={heads}")
     _check.require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
-        model = LlamaForCausalLM(LlamaConfig(**fields))
+    if fields.get("head_dim") is not None:
+        head_dim = _check.integer("head_dim", fields["head_dim"], 2)
+        _check.require(head_dim % 2 == 0, "head_dim", head_dim, "an even number: rotary embedding turns pairs")
+    try:
+        config = LlamaConfig(**fields)
+        refuse_unless_it_fits("tiny_model", 4 * parameter_count(config), torch.float32, torch.device("cpu"))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_SEED)
+            model = LlamaForCausalLM(config)
+    except Exception as error:  # the library checks each field in its own way
+        takes = f"what a LlamaConfig takes: {type(error).__name__}: {error}"
+        raise ValueError(f"config_overrides: got {config_overrides}; takes {takes}") from error
     return model.eval().requires_grad_(False)
 
 

@@ -1,5 +1,7 @@
 """Decoder: the same tokens and logits as `transformers`, from a cache that can be cropped and branched."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -245,7 +247,15 @@ def a_cache(dtype: torch.dtype = torch.float32, **changes: int) -> StaticKVCache
         (lambda d: d.forward(random_tokens(1, 3), logits_to_keep=4), "logits_to_keep: got 4"),
         (lambda d: d.forward(random_tokens(1, 601)), "max_length: got 601; takes an integer from 1 to 600"),
         (lambda d: d.generate(random_tokens(1, 3), max_new_tokens=0), "max_new_tokens: got 0"),
-        (lambda d: d.generate(random_tokens(1, 3), max_new_tokens=598), "max_length: got 601"),
+        (lambda d: d.generate(random_tokens(1, 3), max_new_tokens=598), "max_new_tokens: got 598; .*from 1 to 597"),
+        (lambda d: d.generate(random_tokens(1, 3), max_new_tokens=2, eos_token_id=128), "eos_token_id: got 128; .*127"),
+        (lambda d: d.generate(random_tokens(1, 3), max_new_tokens=2, seed=2**64), "seed: got 18446744073709551616"),
+        (lambda d: d.generate(random_tokens(1, 3), max_new_tokens=2, temperature=float("inf")), "temperature: got inf"),
+        (lambda d: d.generate(torch.zeros(3), max_new_tokens=2), "input_ids: got"),
+        (lambda d: d.fill_cache(1, None), "length: got None"),
+        (lambda d: Decoder(d.model.model), "model: got 'LlamaModel'; takes a causal LM"),
+        (lambda d: Decoder(tiny_model().to("meta")), "model: got 'weights on meta'"),
+        (lambda d: a_cache().grown(3), "max_length: got 3; takes an integer of at least 16"),
         (lambda d: d.generate(random_tokens(1, 3), max_new_tokens=2, eos_token_id=[]), "eos_token_id: got"),
         (lambda d: d.generate(random_tokens(1, 3), max_new_tokens=2, seed=-1), "seed: got -1"),
         (lambda d: (d.forward(random_tokens(2, 3)), d.forward(random_tokens(1, 1))), "tokens: got '1 rows'; takes 2"),
@@ -264,6 +274,42 @@ def test_refusals(model: torch.nn.Module, call: object, why: str) -> None:
         pytest.skip("a model on the CPU beside a GPU is refused for its own device")
     with pytest.raises(ValueError, match=why):
         call(Decoder(model))
+
+
+def test_what_generate_refuses_leaves_the_cache_as_it_was(model: torch.nn.Module) -> None:
+    decoder = Decoder(model)
+    decoder.forward(random_tokens(1, 9))
+    for wrong in ({"eos_token_id": 128}, {"seed": -1}, {"max_new_tokens": 0}, {"top_k": -1}):
+        with pytest.raises(ValueError):
+            decoder.generate(random_tokens(1, 3), **{"max_new_tokens": 2} | wrong)
+    assert decoder.length == 9
+
+
+def test_threads_that_share_a_decoder_take_turns(model: torch.nn.Module) -> None:
+    prompts = [random_tokens(1, 12) for _ in range(4)]
+    alone = [Decoder(model).generate(prompt, max_new_tokens=30).sequences for prompt in prompts]
+    shared = Decoder(model)
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda prompt: shared.generate(prompt, max_new_tokens=30).sequences, prompts * 3))
+    assert all(torch.equal(a, b) for a, b in zip(alone * 3, together, strict=True))
+
+
+def test_after_an_interrupt_the_next_call_starts_anew(model: torch.nn.Module) -> None:
+    class Stop(BaseStreamer):
+        steps = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.steps += 1
+            if self.steps == 3:
+                raise KeyboardInterrupt
+
+        def end(self) -> None: ...
+
+    decoder, prompt = Decoder(model), random_tokens(1, 5)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate(prompt, max_new_tokens=8, streamer=Stop())
+    again = decoder.generate(prompt, max_new_tokens=8).sequences
+    assert torch.equal(again, Decoder(model).generate(prompt, max_new_tokens=8).sequences)
 
 
 def test_a_model_this_step_does_not_compute_is_refused() -> None:

@@ -18,6 +18,12 @@ def test_the_distribution_is_that_of_transformers(temperature: float, top_k: int
     torch.testing.assert_close(probabilities(logits, temperature, top_k, top_p), expected.softmax(-1))
 
 
+@pytest.mark.parametrize(("temperature", "top_p"), [(1e-38, 1.0), (1e-300, 1.0), (1.0, 1e-300), (1e-45, 1e-45)])
+def test_next_to_nothing_is_greedy(temperature: float, top_p: float) -> None:
+    logits = torch.tensor([[1.0, -torch.inf, 5.0, 2.0]])
+    assert probabilities(logits, temperature, 0, top_p).tolist() == [[0, 0, 1, 0]]
+
+
 def test_greedy_is_all_on_the_first_maximum() -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0, 2.0]])
     assert probabilities(logits, 0.0).tolist() == [[0, 1, 0, 0]]

@@ -66,6 +66,11 @@ def test_the_choice_says_why_and_is_what_runs(monkeypatch: pytest.MonkeyPatch) -
     [
         (lambda: dense_linear(torch.zeros(3), torch.zeros(4, 5)), "weight"),
         (lambda: dense_linear(torch.zeros(5), torch.zeros(5)), "weight"),
+        (lambda: dense_linear(torch.zeros(2, 5), torch.zeros(4, 5), torch.zeros(1)), "bias"),
+        (lambda: dense_linear(torch.zeros(2, 5), torch.zeros(4, 5), torch.zeros(4).double()), "bias"),
+        (lambda: dense_linear(torch.zeros(2, 5).double(), torch.zeros(4, 5)), "weight"),
+        (lambda: dense_linear(torch.zeros(2, 5), torch.zeros(4, 5, device="meta")), "weight"),
+        (lambda: choose_backend("dense_linear", torch.zeros(5)), "tensors"),
         (lambda: dense_linear([1.0], torch.zeros(4, 1)), "x"),
         (lambda: choose_backend("dense_linear", torch.zeros(3), torch.zeros(4, 5)), "weight"),
         (lambda: dense_linear(torch.zeros(5), torch.zeros(4, 5), backend="cublas"), "backend"),

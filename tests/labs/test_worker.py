@@ -46,7 +46,7 @@ def test_one_thread_at_a_time_and_none_when_idle():
         assert worker.wait(WAIT_S)
         assert not worker.busy
     assert max(most) == 1
-    assert not [t for t in threading.enumerate() if t.name == "labkit-lab"]
+    wait_until(lambda: not [t for t in threading.enumerate() if t.name == "labkit-lab"])
 
 
 def test_stop_cancels_what_runs_and_forgets_what_waits():

@@ -57,15 +57,26 @@ def _batched_speedup(rows: int, threads: int) -> float:
     return timings["torch"].median / timings["batched"].median
 
 
-def _check_shapes(x: torch.Tensor, weight: torch.Tensor) -> None:
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype is b.dtype and a.device == b.device
+
+
+def _check_tensors(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Refuse what cannot be multiplied; the sentences are made only then, since a step comes here 211 times."""
     both = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
-    if both and weight.ndim == 2 and x.ndim > 0 and x.shape[-1] == weight.shape[1]:
+    fits = both and weight.ndim == 2 and x.ndim > 0 and x.shape[-1] == weight.shape[1] and _alike(x, weight)
+    # The batched form would spread a bias of another shape over the product, in silence.
+    adds = isinstance(bias, torch.Tensor) and fits and bias.shape == weight.shape[:1] and _alike(bias, weight)
+    if fits and (bias is None or adds):
         return
     _check.tensor("x", x)
     _check.tensor("weight", weight)
-    takes = f"(..., in_features) and (out_features, in_features); x is {tuple(x.shape)}"
-    _check.require(False, "weight", tuple(weight.shape), takes)
+    got = f"{tuple(weight.shape)} in {weight.dtype} on {weight.device}"
+    takes = f"(out_features, in_features) for x (..., in_features), here {tuple(x.shape)} in {x.dtype} on {x.device}"
+    _check.require(fits, "weight", got, takes)
+    _check.tensor("bias", bias)
+    got = f"{tuple(bias.shape)} in {bias.dtype} on {bias.device}"
+    _check.require(False, "bias", got, f"({weight.shape[0]},) in {weight.dtype} on {weight.device}")
 
 
 def _why_not_batched(x: torch.Tensor, weight: torch.Tensor) -> str | None:
@@ -81,7 +92,7 @@ def _why_not_batched(x: torch.Tensor, weight: torch.Tensor) -> str | None:
 
 def choose(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Choice:
     """As `choose_backend("dense_linear", x, weight)`."""
-    _check_shapes(x, weight)
+    _check_tensors(x, weight, bias)
     reason = _why_not_batched(x, weight)
     if reason is not None:
         return Choice("torch", f"the batched form cannot run: {reason}")
@@ -97,7 +108,7 @@ def _prefers_batched(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """`choose` without its sentences, which on a small layer would take as long as the product itself."""
     if weight.dtype is not torch.float32 or weight.is_cuda:
         return False
-    rows, threads = x.numel() // weight.shape[1], torch.get_num_threads()
+    rows, threads = x.numel() // max(1, weight.shape[1]), torch.get_num_threads()
     if not 0 < rows <= MAX_BATCHED_ROWS or _row_blocks(weight.shape[0], threads) == 1 or not weight.is_contiguous():
         return False
     return _batched_speedup(rows, threads) >= _WORTHWHILE
@@ -110,7 +121,7 @@ def dense_linear(
 
     Errors: ValueError for shapes that do not fit; BackendUnavailable where a backend asked for by name cannot run.
     """
-    _check_shapes(x, weight)
+    _check_tensors(x, weight, bias)
     if backend == "auto":
         return _batched(x, weight, bias) if _prefers_batched(x, weight) else F.linear(x, weight, bias)
     if backend == "torch":
