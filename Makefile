@@ -15,7 +15,7 @@ HELP_SETUP = echo "The set-up stopped: see 'Troubleshooting' in README.md. 'make
 export OMP_WAIT_POLICY ?= passive
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: FORCE help setup lab test lint bench notebooks gpu-check gpu-notebooks constraints clean
+.PHONY: FORCE help setup lab test lint bench notebooks picture gpu-check gpu-notebooks constraints clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -93,6 +93,9 @@ test-notebooks: $(STAMP)/labkit ## only the notebooks: every output by nbval, hy
 test-browser: $(STAMP)/labkit ## only JupyterLab in a headless Chromium
 	@echo "Browser tests"
 	@$(PYTEST) tests/browser $(TEST_ARGS)
+
+picture: test-browser ## the browser tests, then the README's picture of a lab from them
+	@cp artifacts/browser/roofline_lab.png docs/images/roofline_lab.png
 
 lint: $(STAMP)/packages ## ruff's checks and format
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . || \

@@ -158,7 +158,10 @@ def test_a_text_too_short_is_refused_not_padded():
         ({"seq_len": 2.0}, "seq_len: got 2.0; takes an integer"),
         ({"seed": -1}, "seed: got -1"),
         ({"seed": 2**64}, "seed: got 18446744073709551616"),
-        ({"text": "word " * 10**6, "n_samples": 500_000, "seq_len": 500_000}, "these take 2000.0 GB and .* GB are free"),
+        (
+            {"text": "word " * 10**6, "n_samples": 500_000, "seq_len": 500_000},
+            "these take 2000.0 GB and .* GB are free",
+        ),
         ({"text": b"bytes"}, "text: got 'bytes'; takes a string"),
         ({"tokenizer": "gpt2"}, "tokenizer: got 'str'; takes a tokenizer"),
     ],

@@ -63,7 +63,8 @@ def test_processes_that_append_at_once_tear_no_line(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     code = (
         "import sys\nfrom labkit.measure import Ledger, Measurement\n"
-        f"for i in range(200): Ledger({str(path)!r}).append(Measurement(sys.argv[1], i, 's', params=dict(x='y' * 5000)))"
+        f"ledger, params = Ledger({str(path)!r}), {{'x': 'y' * 5000}}\n"
+        "for i in range(200): ledger.append(Measurement(sys.argv[1], i, 's', params=params))"
     )
     processes = [subprocess.Popen([sys.executable, "-c", code, str(n)]) for n in range(4)]
     assert [process.wait(60) for process in processes] == [0] * 4

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from labkit import hardware, models
+from labkit import models
 from labkit.model_files import fits
 from labkit.models import LoadedModel, cached_model, fetch_model, load_model, model_config, shaped_model, tiny_model
 
@@ -187,7 +187,7 @@ def test_tiny_model_takes_a_configs_fields_and_refuses_others():
             tiny_model(**wrong)
     with pytest.raises(ValueError, match="head_dim: got 3; takes an even number"):
         tiny_model(head_dim=3)
-    with pytest.raises(ValueError, match=r"takes 256000.0 GB in float32; takes what fits in"):
+    with pytest.raises(ValueError, match=r"takes 512000.0 GB in float32; takes what fits in"):
         tiny_model(vocab_size=10**12)
 
 

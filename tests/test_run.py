@@ -140,3 +140,19 @@ def test_a_report_shows_markup_as_text(tmp_path):
     assert runs_table([failed]).rows[0][2:] == ("1.0", "not read", "code cell 3: ValueError: <b>|</b> more")
     page = write_report([failed], tmp_path / "r.html").read_text()
     assert "<b>" not in page and "<i>" not in page and "trace &lt;i&gt;" in page
+
+
+def test_what_cannot_be_written_is_refused_before_the_first_chapter(folder, tmp_path, capsys):
+    write(folder, "00_good", "pass")
+    (tmp_path / "a_file").write_text("")
+    for flags in (["--save", "a_file"], ["--output", "a_file/r.md"], ["--timeout", "nan"]):
+        assert main(["run", flags[0], flags[1].replace("a_file", str(tmp_path / "a_file"))]) == 2
+    assert "00_good" not in capsys.readouterr().out
+
+
+def test_a_file_that_is_no_notebook_fails_alone(folder, capsys):
+    (folder / "00_broken.ipynb").write_text("{")
+    write(folder, "01_good", "pass")
+    assert main(["run"]) == 1
+    out = capsys.readouterr().out
+    assert "00_broken: FAILED" in out and "it is not a notebook" in out and "01_good: ok" in out

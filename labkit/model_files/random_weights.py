@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +40,16 @@ _SIZES = (
 )
 
 
+@contextlib.contextmanager
+def _naming(config_overrides: dict[str, object]) -> Iterator[None]:
+    """The library checks each field in its own way, some only as the model is built: one kind of error for all."""
+    try:
+        yield
+    except Exception as error:
+        takes = f"what a LlamaConfig takes: {type(error).__name__}: {error}"
+        raise ValueError(f"config_overrides: got {config_overrides}; takes {takes}") from error
+
+
 def tiny_model(**config_overrides: object) -> LlamaForCausalLM:
     """A Llama of two layers and 64 hidden units with seeded random weights, float32 on the CPU, in evaluation mode.
 
@@ -57,15 +69,12 @@ def tiny_model(**config_overrides: object) -> LlamaForCausalLM:
     if fields.get("head_dim") is not None:
         head_dim = _check.integer("head_dim", fields["head_dim"], 2)
         _check.require(head_dim % 2 == 0, "head_dim", head_dim, "an even number: rotary embedding turns pairs")
-    try:
+    with _naming(config_overrides):
         config = LlamaConfig(**fields)
-        refuse_unless_it_fits("tiny_model", 4 * parameter_count(config), torch.float32, torch.device("cpu"))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_SEED)
-            model = LlamaForCausalLM(config)
-    except Exception as error:  # the library checks each field in its own way
-        takes = f"what a LlamaConfig takes: {type(error).__name__}: {error}"
-        raise ValueError(f"config_overrides: got {config_overrides}; takes {takes}") from error
+    refuse_unless_it_fits("tiny_model", 4 * parameter_count(config), torch.float32, torch.device("cpu"))
+    with _naming(config_overrides), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        model = LlamaForCausalLM(config)
     return model.eval().requires_grad_(False)
 
 
