@@ -1,6 +1,7 @@
 """Turns on a device: one measurement at a time, across the threads and the processes of one machine."""
 
 import contextlib
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -18,10 +19,13 @@ _locks_guard = threading.Lock()
 def _lock_pair(device: torch.device) -> tuple[threading.RLock, FileLock]:
     with _locks_guard:
         if str(device) not in _locks:
-            name = f"labkit-{str(device).replace(':', '-')}.lock"
+            name = f"labkit-{str(device).replace(':', '-')}"
             # Every learner on the machine must be able to open it, hence the system's folder and the mode.
-            file_lock = FileLock(Path(tempfile.gettempdir()) / name, mode=0o666, thread_local=False)
-            _locks[str(device)] = (threading.RLock(), file_lock)
+            path = Path(tempfile.gettempdir()) / f"{name}.lock"
+            if path.exists() and not (path.is_file() and os.access(path, os.R_OK | os.W_OK)):
+                # Somebody's own file of that name: turns with nobody else are better than no measurement.
+                path = path.with_name(f"{name}-{os.getuid()}.lock")
+            _locks[str(device)] = (threading.RLock(), FileLock(path, mode=0o666, thread_local=False))
         return _locks[str(device)]
 
 

@@ -106,6 +106,11 @@ def test_the_lock_is_reentrant() -> None:
     assert not waited
 
 
+def test_a_file_of_that_name_that_cannot_be_opened_stops_no_measurement(own_lock: None, tmp_path: Path) -> None:
+    (tmp_path / "labkit-cpu.lock").mkdir()
+    assert time_op(lambda: None, device="cpu", min_run_s=0.0).n >= 5
+
+
 @pytest.mark.usefixtures("own_lock")
 def test_threads_take_turns_and_say_that_they_wait() -> None:
     events: list[str] = []

@@ -192,17 +192,18 @@ class Lab(widgets.VBox):
             self.spec.draw(self.figure, result, self.finished)
 
     def _finish(self, result: LabResult | None, run: Run, seconds: float) -> None:
-        """Append to the ledger and the history; a run that was cancelled meanwhile leaves neither."""
+        """Append to the history and the ledger; a run that was cancelled meanwhile leaves neither."""
         with self._history_lock:
             if result is None or run.cancelled():
                 return
-            ledger = Ledger()
-            for measurement in result.measurements():
-                ledger.append(measurement)
             self.finished += (result,)
         self._offer_csv()
         if self.prediction:
             self.prediction.update(self.finished)
+        # Last: where the ledger cannot be written, the lab says so and still holds what it measured.
+        ledger = Ledger()
+        for measurement in result.measurements():
+            ledger.append(measurement)
         self.status.done(f"Measured in {seconds:.1f} s. Move a knob; earlier points stay, faded.")
 
     def _offer_csv(self) -> None:

@@ -37,7 +37,10 @@ def time_shares(times: Mapping[str, Timing], *, title: str, floors: Mapping[str,
 
     `times` is what `op_times` returns; `floors` seconds by the same names.
     """
-    _check.require(bool(times), "times", dict(times), "a Timing by op, as op_times returns")
+    timed = isinstance(times, Mapping) and times and all(isinstance(t, Timing) for t in times.values())
+    _check.require(bool(timed), "times", times, "a Timing by op, as op_times returns")
+    marked = floors is None or (isinstance(floors, Mapping) and set(times) <= set(floors))
+    _check.require(marked, "floors", floors, f"None, or seconds for each of {', '.join(times)}")
     total = sum(timing.median for timing in times.values())
     names = sorted(times, key=lambda name: times[name].median)
     milliseconds = [1e3 * times[name].median for name in names]
@@ -66,7 +69,11 @@ def curves(
     ceiling: str | None = None,
 ) -> Chart:
     """Curves over one logarithmic axis, by name; the one named by `ceiling` is drawn as the dashed line of a limit."""
+    for value in x if isinstance(x, Sequence) else [x]:
+        _check.require(_check.number("x", value) > 0, "x", value, "numbers above 0: the axis is logarithmic")
+    _check.require(isinstance(lines, Mapping) and bool(lines), "lines", lines, "values by name")
     for name, y in lines.items():
+        _check.require(isinstance(y, Sequence), f"lines[{name!r}]", y, "a list of numbers")
         _check.require(len(y) == len(x), f"lines[{name!r}]", f"{len(y)} values", f"{len(x)}, one for each x")
     _check.require(ceiling is None or ceiling in lines, "ceiling", ceiling, _check.near(ceiling, lines))
     figure = go.Figure(layout={"template": TEMPLATE, "title": title, "height": _HEIGHT})

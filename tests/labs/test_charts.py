@@ -39,6 +39,13 @@ def test_the_bundle_has_text_a_picture_where_one_can_be_drawn_and_the_figure(mon
     ("call", "named"),
     [
         (lambda: time_shares({}, title="t"), "times"),
+        (lambda: time_shares(None, title="t"), "times"),
+        (lambda: time_shares({"a": 3}, title="t"), "times"),
+        (lambda: time_shares(TIMES, floors={"embed": 1}, title="t"), "floors"),
+        (lambda: curves(None, {"a": [1]}, title="t", x_title="x", y_title="y"), "x"),
+        (lambda: curves((0, 1), {"a": [1, 2]}, title="t", x_title="x", y_title="y"), "x"),
+        (lambda: curves((1, 2), None, title="t", x_title="x", y_title="y"), "lines"),
+        (lambda: curves((1, 2), {"a": 5}, title="t", x_title="x", y_title="y"), r"lines\['a'\]"),
         (lambda: curves((1, 2), {"a": [1]}, title="t", x_title="x", y_title="y"), r"lines\['a'\]"),
         (lambda: curves((1,), {"a": [1]}, title="t", x_title="x", y_title="y", ceiling="b"), "ceiling"),
     ],

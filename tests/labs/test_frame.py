@@ -50,6 +50,17 @@ def test_a_partial_result_is_shown_but_not_kept(ledger):
     assert "4 m²" in lab.numbers.value
 
 
+def test_what_cannot_be_written_is_said_and_still_held(lab, ledger, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LABKIT_LEDGER", str(tmp_path / "file" / "ledger.jsonl"))
+    move(lab, 5)
+    assert isinstance(lab.error, OSError) and [r.params.size for r in lab.finished] == [2, 5]
+    assert "5" in lab.to_csv()
+    monkeypatch.setenv("LABKIT_LEDGER", str(ledger.path))
+    move(lab, 7)
+    assert lab.error is None and [m.params["size"] for m in ledger.read()] == [2, 7]
+
+
 def test_earlier_points_stay_on_the_figure(lab):
     move(lab, 5)
     move(lab, 7)
