@@ -22,8 +22,7 @@ class StaticKVCache:
         dtype, device = _check.dtype("dtype", dtype), _check.device("device", device)
         shape = _shape(config, batch, max_length)
         _refuse_if_too_large(shape, dtype, device)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = _new_storage(shape, dtype, device)
         self.batch, self.max_length, self.length = batch, max_length, 0
 
     @property
@@ -71,7 +70,7 @@ class StaticKVCache:
         larger = object.__new__(StaticKVCache)
         shape = (*self.keys.shape[:3], max_length, self.keys.shape[4])
         _refuse_if_too_large(shape, self.keys.dtype, self.keys.device)
-        larger.keys, larger.values = self.keys.new_zeros(shape), self.values.new_zeros(shape)
+        larger.keys, larger.values = _new_storage(shape, self.keys.dtype, self.keys.device)
         larger.keys[..., : self.length, :] = self.keys[..., : self.length, :]
         larger.values[..., : self.length, :] = self.values[..., : self.length, :]
         larger.batch, larger.max_length, larger.length = self.batch, max_length, self.length
@@ -93,6 +92,14 @@ def check_cache(cache: object, config: PretrainedConfig, *, dtype: torch.dtype, 
     got = f"keys {tuple(keys.shape)} in {keys.dtype} on {keys.device}"
     _check.require(fits, "cache", got, f"keys {wanted} in {dtype} on {device}")
     return cache
+
+
+def _new_storage(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros for keys and for values. A step makes them in inference mode, whose tensors nobody else may write to."""
+    with torch.inference_mode(False):
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
 
 
 def _refuse_if_too_large(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -227,6 +227,16 @@ def test_a_given_cache_is_used(model: torch.nn.Module) -> None:
     assert decoder.cache is cache and cache.length == 10 and bool(cache.keys[:, :, :, :10].any())
 
 
+def test_what_a_step_allocated_can_be_written_to_outside_of_one(model: torch.nn.Module) -> None:
+    decoder = Decoder(model)
+    decoder.forward(random_tokens(1, 10))
+    decoder.fill_cache(1, 20)
+    decoder.forward(random_tokens(1, 300))  # grows
+    decoder.fill_cache(1, 5)
+    decoder.cache.keys.zero_()
+    assert decoder.length == 5
+
+
 def test_fill_cache_stands_at_a_length(model: torch.nn.Module) -> None:
     decoder = Decoder(model)
     decoder.fill_cache(2, 300)
