@@ -94,9 +94,7 @@ def check_cache(cache: object, config: PretrainedConfig, *, dtype: torch.dtype, 
     return cache
 
 
-def _new_storage(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _new_storage(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros for keys and for values. A step makes them in inference mode, whose tensors nobody else may write to."""
     with torch.inference_mode(False):
         return tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
