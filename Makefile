@@ -49,15 +49,17 @@ $(STAMP)/packages: requirements.txt constraints.txt $(STAMP)/venv
 	@$(PY) -m pip install -r requirements.txt || { $(HELP_SETUP); exit 1; }
 	@touch "$@"
 
-$(STAMP)/labkit: pyproject.toml $(STAMP)/packages
+$(STAMP)/labkit: pyproject.toml tools/jupyterlab_overrides.json $(STAMP)/packages
 	@echo "Installing labkit itself, from this folder"
 	@$(PY) -m pip install --quiet --no-deps --no-build-isolation -e . || { $(HELP_SETUP); exit 1; }
+	@mkdir -p "$(VENV)/share/jupyter/lab/settings"
+	@cp tools/jupyterlab_overrides.json "$(VENV)/share/jupyter/lab/settings/overrides.json"
 	@touch "$@"
 
 setup: $(STAMP)/labkit ## make .venv, install the pinned packages, fetch the default model
 	@$(PY) -m labkit fetch || { $(HELP_SETUP); exit 1; }
 
-# No question about news at the first opening, and no call to the outside.
+# No call to the outside; the question about news is answered in tools/jupyterlab_overrides.json.
 QUIET_LAB = --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate \
 	--LabApp.extension_manager=readonly
 

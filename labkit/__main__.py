@@ -32,6 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     try:
         return args.run(args)
+    except ModuleNotFoundError as error:
+        if error.name in ("torch", "transformers"):
+            print(f"labkit: this Python has no {error.name}: {sys.executable}", file=sys.stderr)
+            print("labkit: run it with .venv/bin/python, or `make setup` first", file=sys.stderr)
+            return 2
+        raise
     except BrokenPipeError:  # `| head` has read enough; nothing more may be written at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -1,5 +1,6 @@
 """The Makefile does each step once, goes on after a failure, and starts what it says: by a Python that only listens."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ class Project:
             shutil.copy(ROOT / name, folder / name)
         for name in ("labkit", "tools", "tests", "notebooks"):
             (folder / name).mkdir()
+        shutil.copy(ROOT / "tools" / "jupyterlab_overrides.json", folder / "tools")
         python = folder / venv / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.write_text(FAKE_PYTHON.format(log=self.log))
@@ -70,6 +72,8 @@ def newer(path: Path) -> None:
 def test_setup_installs_once_and_checks_the_model_each_time(project):
     assert project.make("setup").returncode == 0
     assert project.calls() == [INSTALL, EDITABLE, FETCH]
+    overrides = project.folder / project.venv / "share" / "jupyter" / "lab" / "settings" / "overrides.json"
+    assert json.loads(overrides.read_text())["@jupyterlab/apputils-extension:notification"]["fetchNews"] == "false"
     assert project.make("setup").returncode == 0
     assert project.calls() == [FETCH]
 

@@ -6,6 +6,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ _COLUMNS = (
     "threads",
     "device",
 )
+_RAW = (*"time name value unit p10 p90 label params dtype backend threads device".split(),)
 _COMPARED = (
     "name",
     "here",
@@ -63,7 +65,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
             dest="form",
             action="store_const",
             const=name,
-            help=f"print {name}",
+            help=f"print {name}" + (", numbers as measured" if name == "csv" else ""),
         )
     parser.add_argument(
         "--output",
@@ -77,7 +79,7 @@ def command(args: argparse.Namespace) -> int:
     """Read, filter and print. Returns 0, also for an empty ledger, which it says."""
     here = select(_read(args.ledger), label=args.label, name=args.name, last=args.last)
     if args.other is None:
-        table = ledger_table(here)
+        table = raw_table(here) if args.form == "csv" else ledger_table(here)
     else:
         there = select(_read(args.other), label=args.label, name=args.name, last=args.last)
         table = compared_table(here, there)
@@ -156,6 +158,12 @@ def ledger_table(measurements: "Iterable[Measurement]") -> Table:
             }
         )
     return Table.of(rows, _COLUMNS)
+
+
+def raw_table(measurements: "Iterable[Measurement]") -> Table:
+    """As `ledger_table`, for another program: numbers as measured, the unit and the spread in columns of their own."""
+    rows = [asdict(m) | {"params": json.dumps(m.params | m.shapes, sort_keys=True)} for m in measurements]
+    return Table.of(rows, _RAW)
 
 
 def _by_key(measurements: "Iterable[Measurement]") -> "dict[str, list[Measurement]]":

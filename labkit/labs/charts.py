@@ -68,7 +68,7 @@ def curves(
     y_title: str,
     ceiling: str | None = None,
 ) -> Chart:
-    """Curves over one logarithmic axis, by name; the one named by `ceiling` is drawn as the dashed line of a limit."""
+    """Curves over two logarithmic axes, by name; the one named by `ceiling` is drawn as the dashed line of a limit."""
     for value in x if isinstance(x, Sequence) else [x]:
         _check.require(_check.number("x", value) > 0, "x", value, "numbers above 0: the axis is logarithmic")
     _check.require(isinstance(lines, Mapping) and bool(lines), "lines", lines, "values by name")
@@ -83,7 +83,8 @@ def curves(
             x=list(x), y=list(y), name=name, mode="lines" if name == ceiling else "lines+markers", **style
         )
     figure.update_xaxes(title=x_title, type="log", tickvals=list(x), ticktext=[f"{value:g}" for value in x])
-    figure.update_yaxes(title=y_title, rangemode="tozero")
+    # Logarithmic both ways, as a roofline is: what grows in proportion is a straight line, and a limit bends it.
+    figure.update_yaxes(title=y_title, type="log")
     rows = [f"{x_title:<24}" + "".join(f"{value:>10g}" for value in x)]
     rows += [f"{name:<24}" + "".join(f"{value:>10.3g}" for value in y) for name, y in lines.items()]
     return Chart(figure, "\n".join([title, *rows]))

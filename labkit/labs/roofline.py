@@ -6,7 +6,7 @@ import ipywidgets as widgets
 import torch
 
 from labkit import _check
-from labkit.hardware import measured_dtypes
+from labkit.hardware import describe, measured_dtypes
 from labkit.labs._frame import Lab, LabSpec
 from labkit.labs._prediction import Prediction
 from labkit.labs._roofline_compute import RooflineCompute
@@ -66,12 +66,15 @@ def roofline_lab(model: str | LoadedModel = "smollm2-135m", *, device: torch.dev
         "seq_len": _slider("Context", _SEQ_LENS, 128),
         "dtype": _slider("dtype", dtypes, "bfloat16" if device.type == "cuda" else "float32"),
     }
+    where = device_name(device)
+    if device.type == "cpu":
+        where += f", {torch.get_num_threads()} of {describe(device).cores} cores"
     options = ("1x", "2x", "4x", "8x")
     question = f"From batch 1 to batch {_ASKED_BATCH}, tokens per second of decode grow how many times?"
     return Lab(
         LabSpec(
             name="roofline_lab",
-            title=f"What bounds a step? {name} on {device_name(device)}",
+            title=f"What bounds a step? {name} on {where}",
             how=_HOW,
             knobs=knobs,
             params=lambda **values: RooflineParams(model=name, **values),

@@ -101,7 +101,9 @@ def choose(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         return Choice("torch", f"{rows} rows are more than the {MAX_BATCHED_ROWS} that the batched form is for")
     speedup = _batched_speedup(rows, torch.get_num_threads())
     name = "batched" if speedup >= _WORTHWHILE else "torch"
-    return Choice(name, f"for {rows} rows the batched form ran {speedup:.2f} times as fast as the plain one here")
+    return Choice(
+        name, f"with x of {rows} x {x.shape[-1]} the batched form ran {speedup:.2f} times as fast as the plain one here"
+    )
 
 
 def _prefers_batched(x: torch.Tensor, weight: torch.Tensor) -> bool:
