@@ -27,7 +27,7 @@ def _spread(timing: Timing) -> str:
 def _roof_numbers(result: RooflineResult, phase: PhaseResult, group: str) -> list[Number]:
     """How the whole step stands to the roof."""
     bound = "memory" if phase.intensity < result.ridge else "compute"
-    ridge = f"ridge {result.ridge:.3g}: under the {bound} roof"
+    ridge = f"ridge {result.ridge:.3g}: {bound} roof"
     floor = f"the roof allows {duration(phase.floor_s)}"
     key, intensity, fraction = phase.name, phase.intensity, phase.fraction
     return [

@@ -225,7 +225,7 @@ def test_numbers_are_what_was_measured_and_counted(compute, model):
     assert exact["prefill_rate"] == pytest.approx(exact["prefill_flops"] / prefill.step.median)
     assert exact["decode_fraction"] == pytest.approx(decode.floor_s / decode.step.median)
     bound = next(number.note for number in result.numbers() if number.key == "decode_intensity")
-    assert bound == "ridge 4: under the memory roof"
+    assert bound == "ridge 4: memory roof"
 
 
 def test_rows_are_the_ops_and_a_total_of_each_phase(compute):
