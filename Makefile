@@ -90,7 +90,11 @@ test-units: $(STAMP)/labkit ## only the unit tests
 
 test-notebooks: $(STAMP)/labkit ## only the notebooks: every output by nbval, hygiene, solutions
 	@echo "Notebooks"
-	@$(PYTEST) $(NBVAL) notebooks tests/notebooks $(TEST_ARGS)
+	@$(PYTEST) $(NBVAL) notebooks tests/notebooks $(TEST_ARGS) || { \
+		git diff --quiet -- notebooks 2>/dev/null || \
+			echo "The notebooks hold changes of your own: see 'Troubleshooting' in README.md" >&2; \
+		exit 1; \
+	}
 
 test-browser: $(STAMP)/labkit ## only JupyterLab in a headless Chromium
 	@echo "Browser tests"
