@@ -1,9 +1,12 @@
 """`roofline_lab` as a learner moves it: each slider changes a quantity that is known beforehand, and the ledger."""
 
+import time
+
 import pytest
 
 DEFAULT = {"batch": 1, "seq_len": 128, "dtype": "float32", "model": "smollm2-135m"}
 OPS, PHASES = 18, 2
+DRAWN_S = 10
 
 
 @pytest.fixture(scope="module")
@@ -11,7 +14,7 @@ def opened(open_for_module):
     notebook = open_for_module("01_bottleneck_analysis.ipynb", height=1500)
     notebook.run_labs()
     assert notebook.errors() == []
-    assert drawn(notebook) == {"earlier": 0, "now": PHASES, "fills": True}
+    wait_drawn(notebook, earlier=0, now=PHASES, fills=True)
     return notebook
 
 
@@ -42,13 +45,24 @@ def move(notebook, slider: str, steps: int, setting: dict[str, object]) -> set[t
     return {tuple(sorted(line.params.items())) for line in notebook.server.ledger.read()[before:]}
 
 
+def wait_drawn(notebook, **wanted: object) -> None:
+    """Wait until the figure on the page holds so many earlier and present whole steps, as wide as the lab.
+
+    The figure's data come in messages of their own, after the line that says that the lab has measured.
+    """
+    deadline = time.monotonic() + DRAWN_S
+    while (held := drawn(notebook)) != wanted:
+        assert time.monotonic() < deadline, f"the figure holds {held}, not {wanted}"
+        notebook.page.wait_for_timeout(100)
+
+
 def drawn(notebook) -> dict[str, object]:
     """What the figure on the page holds: earlier and present whole steps, and whether it is as wide as the lab."""
     return notebook.page.evaluate(
         """() => {
             const plot = document.querySelector('.labkit-lab .js-plotly-plot');
-            const points = name => plot.data.find(trace => trace.name === name).x.length;
-            const fills = plot._fullLayout.width > 0.9 * plot.closest('.labkit-lab').clientWidth;
+            const points = name => plot?.data?.find(trace => trace.name === name)?.x?.length ?? null;
+            const fills = plot?._fullLayout?.width > 0.9 * plot?.closest('.labkit-lab').clientWidth;
             return {earlier: points('earlier'), now: points('whole step'), fills};
         }"""
     )
@@ -93,6 +107,6 @@ def test_a_guess_is_answered_and_the_csv_holds_what_was_measured(notebook, artif
     assert len(rows) == 4 * PHASES * (OPS + 1)
     assert [row.split(",")[0] for row in rows[:: PHASES * (OPS + 1)]] == ["1", "8", "4", "2"]
     move(notebook, "Batch", 3, DEFAULT | {"batch": 16})
-    assert drawn(notebook) == {"earlier": 4 * PHASES, "now": PHASES, "fills": True}
+    wait_drawn(notebook, earlier=4 * PHASES, now=PHASES, fills=True)
     page.mouse.move(0, 0)
     page.locator(".labkit-lab").screenshot(path=artifacts / "roofline_lab.png")
