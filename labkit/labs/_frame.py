@@ -20,7 +20,7 @@ import plotly.graph_objects as go
 import torch
 from IPython.display import display
 
-from labkit.labs._figures import to_png
+from labkit.labs._figures import keep_state, to_png
 from labkit.labs._prediction import Prediction, PredictionBox
 from labkit.labs._result import Compute, LabResult, Progress, to_csv
 from labkit.labs._view import STYLE, Refit, StatusLine, numbers_html
@@ -190,6 +190,7 @@ class Lab(widgets.VBox):
         self.numbers.value = numbers_html(result.numbers())
         with self.figure.batch_update():
             self.spec.draw(self.figure, result, self.finished)
+        keep_state(self.figure)
 
     def _finish(self, result: LabResult | None, run: Run, seconds: float) -> None:
         """Append to the history and the ledger; a run that was cancelled meanwhile leaves neither."""

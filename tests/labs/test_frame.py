@@ -61,6 +61,13 @@ def test_what_cannot_be_written_is_said_and_still_held(lab, ledger, monkeypatch,
     assert lab.error is None and [m.params["size"] for m in ledger.read()] == [2, 7]
 
 
+def test_a_page_that_draws_the_figure_late_finds_all_of_it(lab):
+    move(lab, 5)
+    state = lab.figure.get_state(["_widget_data", "_widget_layout"])
+    assert [(list(trace["x"]), list(trace["y"])) for trace in state["_widget_data"]] == [([2], [4]), ([5], [25])]
+    assert state["_widget_layout"] == lab.figure.to_dict()["layout"]
+
+
 def test_earlier_points_stay_on_the_figure(lab):
     move(lab, 5)
     move(lab, 7)
