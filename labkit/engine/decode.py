@@ -127,8 +127,8 @@ class Decoder:
         _check.require(tokens.numel() > 0, name, tuple(tokens.shape), "at least one token of at least one row")
         vocab = self.model.config.vocab_size
         if tokens.device.type == "cpu":
-            in_range = 0 <= int(tokens.min()) and int(tokens.max()) < vocab
-            _check.require(in_range, name, f"ids {int(tokens.min())} to {int(tokens.max())}", f"0 to {vocab - 1}")
+            low, high = map(int, tokens.aminmax())
+            _check.require(0 <= low and high < vocab, name, f"ids {low} to {high}", f"0 to {vocab - 1}")
         return tokens.to(self.device, torch.int64)
 
     def _where(self, q_len: int, tree_mask: torch.Tensor | None) -> StepInput:
