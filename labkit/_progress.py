@@ -20,13 +20,13 @@ def say(line: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields `update(done)`, to be called with the bytes done so far out of `total`.
+def progress(label: str, total: int, unit: str = "B") -> Iterator[Callable[[int], None]]:
+    """Yields `update(done)`, to be called with what is done so far out of `total`: bytes, or another `unit`.
 
     In a terminal: a bar, from the first second on. Elsewhere: a line every ten seconds, hence none for short steps.
     """
     if sys.stderr.isatty():
-        with tqdm(total=total, desc=label, unit="B", unit_scale=True, delay=1.0, leave=False) as bar:
+        with tqdm(total=total, desc=label, unit=unit, unit_scale=unit == "B", delay=1.0, leave=False) as bar:
             yield lambda done: bar.update(done - bar.n)
         return
     last = time.monotonic()
@@ -35,6 +35,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
         nonlocal last
         if time.monotonic() - last >= _LINE_EVERY_S:
             last = time.monotonic()
-            say(f"{label}: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
+            amount = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB" if unit == "B" else f"{done} of {total} {unit}"
+            say(f"{label}: {amount}")
 
     yield update

@@ -10,6 +10,7 @@ from labkit.exercises import _ch01_speed, _session, check, hint, status
 from labkit.exercises._exercise import Exercise, Failed, without_labkit
 from labkit.exercises.ch01 import EXERCISES as CH01
 from labkit.exercises.ch01 import measured_decode
+from labkit.exercises.ch02 import EXERCISES as CH02
 from labkit.measure import Label, Measurement
 from labkit.models import LoadedModel, model_config, tiny_model
 from labkit.roofline import op_costs, parameter_count
@@ -25,7 +26,12 @@ def _solutions_of(chapter: str):
 
 
 ch01 = _solutions_of("ch01")
-NAMES = [exercise.name for exercise in CH01]
+CHAPTERS = {1: (CH01, ch01), 2: (CH02, _solutions_of("ch02"))}
+NAMES = [exercise.name for registered, _ in CHAPTERS.values() for exercise in registered]
+ANSWERS, STUBS, SOLUTIONS, WRONGS = (
+    {name: value for _, texts in CHAPTERS.values() for name, value in getattr(texts, table).items()}
+    for table in ("ANSWERS", "STUBS", "SOLUTIONS", "WRONG")
+)
 BANDWIDTH = 5e9
 
 
@@ -42,7 +48,7 @@ def _answer(name: str, source: str, measured: Measurement | None = None) -> obje
     """What the notebook's cell after the tagged one would pass to check()."""
     namespace: dict[str, object] = {"measured": measured or _measured()}
     exec(compile(source, f"<{name}>", "exec"), namespace)
-    return eval(ch01.ANSWERS[name], namespace)
+    return eval(ANSWERS[name], namespace)
 
 
 @pytest.fixture(autouse=True)
@@ -50,20 +56,32 @@ def _new_session(monkeypatch):
     monkeypatch.setattr(exercises, "_this_session", _session.Session())
 
 
-def test_every_exercise_has_a_stub_a_solution_and_wrong_answers():
-    for table in (ch01.STUBS, ch01.SOLUTIONS, ch01.ANSWERS, ch01.WRONG):
-        assert list(table) == NAMES
-    assert all(len(wrong) >= 5 for wrong in ch01.WRONG.values())
-    assert all(len(e.hints) >= 3 and e.chapter == 1 and e.name in e.signature for e in CH01)
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_every_exercise_has_a_stub_a_solution_and_wrong_answers(chapter):
+    registered, texts = CHAPTERS[chapter]
+    for table in (texts.STUBS, texts.SOLUTIONS, texts.ANSWERS, texts.WRONG):
+        assert list(table) == [exercise.name for exercise in registered]
+    assert all(len(wrong) >= 5 for wrong in texts.WRONG.values())
+    assert all(len(e.hints) >= 3 and e.chapter == chapter and e.name in e.signature for e in registered)
+    assert all(exercises.EXERCISES[e.name] is e for e in registered)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_solution_passes(name):
-    result = check(name, _answer(name, ch01.SOLUTIONS[name]))
+    result = check(name, _answer(name, SOLUTIONS[name]))
     assert result.passed is True, result.message
 
 
-WRONG = [(name, i, *pair) for name, pairs in ch01.WRONG.items() for i, pair in enumerate(pairs)]
+ALSO_RIGHT = [(name, source) for name, sources in CHAPTERS[2][1].ALSO_RIGHT.items() for source in sources]
+
+
+@pytest.mark.parametrize(("name", "source"), ALSO_RIGHT, ids=[f"{i}-{pair[0]}" for i, pair in enumerate(ALSO_RIGHT)])
+def test_an_answer_that_is_right_in_another_way_passes(name, source):
+    result = check(name, _answer(name, source))
+    assert result.passed is True, result.message
+
+
+WRONG = [(name, i, *pair) for name, pairs in WRONGS.items() for i, pair in enumerate(pairs)]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +95,7 @@ def test_a_wrong_answer_fails_and_the_message_names_the_property(name, _, source
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_untouched_stub_is_not_attempted(name):
-    for result in (check(name, _answer(name, ch01.STUBS[name])), check(name, None), check(name, ...)):
+    for result in (check(name, _answer(name, STUBS[name])), check(name, None), check(name, ...)):
         assert result.passed is None
         assert result.message == "not attempted yet"
         assert repr(result) == f"{name}: not attempted yet"
@@ -211,3 +229,21 @@ def test_the_tripwire_sees_any_way_of_calling_and_leaves_the_profiler_as_it_was(
             without_labkit(call, ("sizing",))
         assert sys.getprofile() is None
     assert without_labkit(lambda: model_config("smollm2-135m").vocab_size, ("sizing",)) == 49152
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("pack_row", "quantization/packing"),
+        ("pack_row", "kernels/bits"),
+        ("gptq_update", "quantization/gptq"),
+        ("awq_scale", "quantization/awq"),
+        ("fixed_calibration", "corpora"),
+    ],
+)
+def test_what_a_chapter_teaches_may_not_be_called_in_its_exercise(name, module):
+    """A right answer, whose code says that it lies in labkit's own file."""
+    namespace: dict[str, object] = {}
+    exec(compile(SOLUTIONS[name], str(Path(exercises.__file__).parents[1] / f"{module}.py"), "exec"), namespace)
+    result = check(name, namespace[ANSWERS[name]])
+    assert result.passed is False and "write it yourself" in result.message

@@ -6,13 +6,13 @@ cell when a chapter is run with its solutions, so that stub and solution define 
 """
 
 from labkit import _check
-from labkit.exercises import ch01
+from labkit.exercises import ch01, ch02
 from labkit.exercises._exercise import Exercise, Failed, NotAttempted
 from labkit.exercises._session import NOT_ATTEMPTED, CheckResult, Hints, Session, Status
 
 __all__ = ["EXERCISES", "CheckResult", "check", "hint", "status"]
 
-EXERCISES: dict[str, Exercise] = {exercise.name: exercise for exercise in (*ch01.EXERCISES,)}
+EXERCISES: dict[str, Exercise] = {exercise.name: exercise for exercise in (*ch01.EXERCISES, *ch02.EXERCISES)}
 _this_session = Session()
 
 

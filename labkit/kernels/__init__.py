@@ -12,10 +12,20 @@ import torch
 from labkit import _check
 from labkit.kernels._backend import BackendUnavailable, Choice
 from labkit.kernels.dense_linear import dense_linear
+from labkit.kernels.quantized_linear import quantized_linear
+from labkit.kernels.types import PackedWeight
 
-OPS = ("dense_linear",)
+OPS = ("dense_linear", "quantized_linear")
 
-__all__ = ["OPS", "BackendUnavailable", "Choice", "choose_backend", "dense_linear"]
+__all__ = [
+    "OPS",
+    "BackendUnavailable",
+    "Choice",
+    "PackedWeight",
+    "choose_backend",
+    "dense_linear",
+    "quantized_linear",
+]
 
 
 def choose_backend(op: str, *tensors: torch.Tensor) -> Choice:

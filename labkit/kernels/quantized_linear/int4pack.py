@@ -1,0 +1,136 @@
+"""PyTorch's packed 4-bit matmul for the CPU, and weights in the layout that it reads.
+
+The op, `aten::_weight_int4pack_mm_for_cpu`, takes bfloat16 activations, 4-bit codes in an order of its own that hangs
+on the processor, and for each group a bfloat16 scale s and offset b: w = (q - 8) * s + b. Codes of 8 bits are two
+planes of 4, q = 16 h + l, so that w = (h - 8) * 16 s + (l - 8) * s + (136 - z) * s: the op twice, over the same bytes.
+Columns out of group order (act-order) are sorted by group, and x's with them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from labkit.kernels.bits import pack_bits
+from labkit.kernels.types import PackedWeight
+
+GROUP_SIZES = (32, 64, 128, 256)
+_OUT_MULTIPLE = 16
+_MIDDLE = 8
+# Rows of an identity matrix that go through the op at a time when a weight is read back.
+_IDENTITY_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Int4PackWeight:
+    """A `PackedWeight` of 4 or 8 bits in the order of the CPU's packed matmul; `unpack` gives it back bit by bit.
+
+    packed: uint8 `(planes, out_features, in_features / 2)`, one plane for 4 bits, low and high for 8.
+    scales_and_offsets: bfloat16 `(planes, groups, out_features, 2)`. order: int32 `(in_features,)`, which column stands
+    at each place, or None if each stands at its own. zeros: uint8 as in PackedWeight, which `unpack` needs.
+    """
+
+    packed: torch.Tensor
+    scales_and_offsets: torch.Tensor
+    order: torch.Tensor | None
+    zeros: torch.Tensor | None
+    bits: int
+    group_size: int
+    in_features: int
+
+    @classmethod
+    def of(cls, weight: PackedWeight) -> "Int4PackWeight":
+        """From the portable form. Call `why_not` first."""
+        codes, order = weight.codes(), None
+        if weight.g_idx is not None:
+            order = torch.argsort(weight.g_idx, stable=True).to(torch.int32)
+            codes = codes[:, order]
+        scales, zeros = weight.scales.float(), weight.zeros
+        middle = 1 << (weight.bits - 1)
+        offset = scales * (middle - (middle if zeros is None else zeros.float()))
+        planes = [(codes, scales, offset)] if weight.bits == 4 else _two_planes(codes, scales, offset)
+        packed = torch.stack([torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1) for q, _, _ in planes])
+        pairs = torch.stack([torch.stack((s.T, b.T), dim=-1) for _, s, b in planes]).to(torch.bfloat16)
+        return cls(packed, pairs.contiguous(), order, zeros, weight.bits, weight.group_size, weight.in_features)
+
+    def unpack(self) -> PackedWeight:
+        """The portable form; the op itself reads the codes, with an identity matrix for activations."""
+        codes = self._plane_codes(0)
+        if self.bits == 8:
+            codes = codes | self._plane_codes(1) << 4
+        g_idx = None
+        if self.order is not None:
+            codes = codes[:, torch.argsort(self.order)]
+            g_idx = torch.empty_like(self.order, dtype=torch.int32)
+            g_idx[self.order] = torch.arange(self.in_features, dtype=torch.int32) // self.group_size
+        scales = self.scales_and_offsets[0, :, :, 0].T.contiguous()
+        words = pack_bits(codes, self.bits)
+        return PackedWeight(words, scales, self.zeros, g_idx, self.bits, self.group_size, self.in_features)
+
+    def _plane_codes(self, plane: int) -> torch.Tensor:
+        """uint8 `(out_features, in_features)`, columns in the order in which they lie."""
+        pairs = torch.ones_like(self.scales_and_offsets[plane])
+        pairs[..., 1] = _MIDDLE
+        identity = torch.eye(self.in_features, dtype=torch.bfloat16)
+        pieces = [self._multiply(rows, plane, pairs) for rows in identity.split(_IDENTITY_ROWS)]
+        return torch.cat(pieces).T.to(torch.uint8)
+
+    def _multiply(self, rows: torch.Tensor, plane: int, pairs: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed[plane], self.group_size, pairs)
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """`x (rows, in_features)` in bfloat16 to `(rows, out_features)`."""
+        if self.order is not None:
+            x = x.index_select(1, self.order)
+        y = self._multiply(x, 0, self.scales_and_offsets[0])
+        return y if self.bits == 4 else y.add_(self._multiply(x, 1, self.scales_and_offsets[1]))
+
+    @property
+    def out_features(self) -> int:
+        return self.packed.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that it is made of, by field."""
+        named = {name: getattr(self, name) for name in ("packed", "scales_and_offsets", "order", "zeros")}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Int4PackWeight":
+        """The same with each tensor changed."""
+        return replace(self, **{name: change(tensor) for name, tensor in self.tensors.items()})
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weight that the integers stand for, `(out_features, in_features)`."""
+        return self.unpack().dequantize(dtype)
+
+
+def _two_planes(
+    codes: torch.Tensor, scales: torch.Tensor, offset: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Low and high halves of 8-bit codes, each with its scale and offset; the offset of both is the low plane's."""
+    low = (codes & 15, scales, offset + _MIDDLE * scales)
+    return [low, (codes >> 4, 16 * scales, torch.zeros_like(offset))]
+
+
+def why_not(weight: PackedWeight) -> str | None:
+    """Why the packed matmul cannot read this weight, or None."""
+    if weight.device.type != "cpu":
+        return f"it is for the CPU; the weight is on {weight.device}"
+    if weight.bits not in (4, 8):
+        return f"it reads 4 bits, and 8 as twice 4; the weight has {weight.bits}"
+    if weight.group_size not in GROUP_SIZES:
+        return f"it takes groups of {', '.join(map(str, GROUP_SIZES))}; the weight has groups of {weight.group_size}"
+    if weight.out_features % _OUT_MULTIPLE:
+        return f"it takes a multiple of {_OUT_MULTIPLE} output features; the weight has {weight.out_features}"
+    if weight.scales.dtype is not torch.bfloat16:
+        return f"it takes bfloat16 scales; the weight's are {str(weight.scales.dtype).removeprefix('torch.')}"
+    return None

@@ -1,0 +1,111 @@
+"""Modules that hold packed weights in place of `nn.Linear` and `nn.Embedding`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from labkit import _check
+from labkit.kernels import quantized_linear
+from labkit.kernels.quantized_linear import Int4PackWeight, decode_layout
+from labkit.kernels.types import PackedWeight
+from labkit.quantization.calibration import Replacement
+
+
+class _Packed(nn.Module):
+    """Holds the tensors of one packed weight as buffers. They follow the module to a device, never to a dtype."""
+
+    is_quantized = True
+
+    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
+        super().__init__()
+        _check.require(isinstance(weight, PackedWeight), "weight", type(weight).__name__, "a PackedWeight")
+        # Empty: it goes where the module is sent and takes on the dtype that its activations will have.
+        self.register_buffer("_activations", torch.empty(0, dtype=dtype, device=weight.device), persistent=False)
+        self.weight: PackedWeight | Int4PackWeight = weight
+        self._hold(weight)
+
+    def _hold(self, weight: PackedWeight | Int4PackWeight) -> None:
+        """Make `weight` the module's, and its tensors the module's buffers."""
+        for name in (*self.weight.tensors, *weight.tensors):
+            self._buffers.pop(name, None)
+        for name, tensor in weight.tensors.items():
+            self.register_buffer(name, tensor)
+        self.weight = weight
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _Packed:
+        portable = self.portable()
+        for name in self.weight.tensors:
+            self._buffers.pop(name)
+        super()._apply(fn, recurse)
+        moved = portable.map(lambda tensor: tensor.to(self._activations.device))
+        self._hold(self._laid_out(moved))
+        return self
+
+    def _laid_out(self, weight: PackedWeight) -> PackedWeight | Int4PackWeight:
+        return weight
+
+    def portable(self) -> PackedWeight:
+        """The weight in the order that does not hang on a device."""
+        return self.weight.unpack() if isinstance(self.weight, Int4PackWeight) else self.weight
+
+    def extra_repr(self) -> str:
+        weight = self.weight
+        order = (
+            ", act-order"
+            if getattr(weight, "g_idx", None) is not None or getattr(weight, "order", None) is not None
+            else ""
+        )
+        return f"{weight.in_features}, {weight.out_features}, bits={weight.bits}, group_size={weight.group_size}{order}"
+
+
+class QuantLinear(_Packed):
+    """`y = x W^T + b` with W packed; x `(..., in_features)`, y `(..., out_features)` in x's dtype.
+
+    The weight lies as it is fastest to decode with, given the module's device and the dtype of its activations
+    (`dtype`, and from then on what `.to(dtype)` says): packed matmuls on the CPU run in bfloat16.
+    """
+
+    def __init__(
+        self, weight: PackedWeight, bias: torch.Tensor | None = None, *, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__(weight, dtype)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self._hold(self._laid_out(weight))
+
+    def _laid_out(self, weight: PackedWeight) -> PackedWeight | Int4PackWeight:
+        return decode_layout(weight, self._activations.dtype)
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.out_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = quantized_linear(x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+def packed_replacement(linear: nn.Linear, weight: PackedWeight, scale: torch.Tensor | None = None) -> Replacement:
+    """A QuantLinear in the place of `linear`. `scale (in_features,)`: what the weight's columns were multiplied with
+    before they were packed, and the input is divided by from now on."""
+    approximation = weight.dequantize()
+    if scale is not None:
+        approximation /= scale
+    return Replacement(QuantLinear(weight, linear.bias, dtype=linear.weight.dtype), approximation)
+
+
+class QuantEmbedding(_Packed):
+    """A table of packed rows; a lookup unpacks the rows that it needs. ids `(...)` to `(..., in_features)`."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        flat, weight = ids.reshape(-1), self.weight
+        zeros = None if weight.zeros is None else weight.zeros[flat]
+        rows = replace(weight, qweight=weight.qweight[flat], scales=weight.scales[flat], zeros=zeros)
+        return rows.dequantize(self._activations.dtype).view(*ids.shape, weight.in_features)
