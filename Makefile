@@ -15,7 +15,7 @@ HELP_SETUP = echo "The set-up stopped: see 'Troubleshooting' in README.md. 'make
 export OMP_WAIT_POLICY ?= passive
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: FORCE help setup lab test lint bench notebooks picture gpu-check gpu-notebooks constraints clean
+.PHONY: FORCE help setup lab test lint bench record notebooks picture gpu-check gpu-notebooks constraints clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -101,7 +101,7 @@ test-browser: $(STAMP)/labkit ## only JupyterLab in a headless Chromium
 	@$(PYTEST) tests/browser $(TEST_ARGS)
 
 picture: test-browser ## the browser tests, then the README's picture of a lab from them
-	@cp artifacts/browser/roofline_lab.png docs/images/roofline_lab.png
+	@cp artifacts/browser/roofline_lab.png artifacts/browser/quantization_lab.png docs/images/
 
 lint: $(STAMP)/packages ## ruff's checks and format
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . || \
@@ -109,6 +109,9 @@ lint: $(STAMP)/packages ## ruff's checks and format
 
 bench: setup ## the speed and memory ratios that the course promises
 	@$(PY) -m tools.bench
+
+record: setup ## the runs over a whole model that chapters show as recorded: about half an hour
+	@$(PY) -m tools.record_quantization
 
 notebooks: setup ## run every notebook and keep its outputs, normalised
 	@$(WITH_VENV_PATH) python -m tools.notebooks

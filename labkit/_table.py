@@ -33,12 +33,18 @@ def readable(value: float, unit: str) -> str:
     return f"{value:.4g} {unit}".rstrip()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Table:
     """Column names, and rows of as many cells of text."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        return self.html()
 
     def text(self) -> str:
         """Aligned columns."""

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import re
+import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from labkit.hardware import describe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NAMES = ("pydoc", "wikitext-2")
+NAMES = ("pydoc", "python-source", "wikitext-2")
 SPLITS = ("calibration", "eval")
 # Whole topics, in this order: prose on several subjects that hardly repeats what other topics say. 24 to 26 k tokens
 # of the default model on Python 3.11 to 3.13, which leaves 85 to 91 k for calibration.
@@ -34,6 +35,11 @@ _EVAL_TOPICS = (
     "debugger",
     "typesmapping",
 )
+# Whole modules of the standard library, in this order, that are Python source in every release from 3.11 to 3.13.
+_EVAL_MODULES = ("textwrap", "heapq", "fractions", "shlex", "string", "queue", "contextlib")
+_CALIBRATION_MODULES = ("argparse", "ast", "calendar", "configparser", "csv", "difflib", "functools", "gettext")
+_CALIBRATION_MODULES += ("gzip", "html.parser", "http.cookies", "json.decoder", "json.encoder", "mailbox", "optparse")
+_CALIBRATION_MODULES += ("pprint", "random", "sched", "socketserver", "statistics", "tarfile", "timeit", "zipfile")
 # A learner's own file: this share of it, from its start, is for calibration.
 _CALIBRATION_SHARE = 0.8
 
@@ -46,14 +52,17 @@ def load_text(name: str | Path = "pydoc", split: str = "eval") -> str:
     """A text. The two splits of one name share no paragraph.
 
     name: "pydoc", the help topics that every CPython carries (English, 0.46 MB; it differs a little between Python
-    versions: record `text_sha256`); "wikitext-2", through the package `datasets` and a network, as the GPTQ paper
-    reads it (Frantar et al. 2023; the raw set, its lines joined with two newlines; "eval" is its test part and
-    "calibration" its training part); or a path to a UTF-8 text of your own, whose first four fifths are "calibration".
+    versions: record `text_sha256`); "python-source", modules of the standard library as they lie on disk (code; it
+    differs between versions too); "wikitext-2", through the package `datasets` and a network, as the GPTQ paper reads
+    it (Frantar et al. 2023; the raw set, its lines joined with two newlines; "eval" is its test part and "calibration"
+    its training part); or a path to a UTF-8 text of your own, whose first four fifths are "calibration".
     Errors: ValueError for another name or split and for a file that is not text; CorpusUnavailable (a RuntimeError).
     """
     _check.choice("split", split, SPLITS)
     if name == "pydoc":
         return _pydoc()[split]
+    if name == "python-source":
+        return _python_source()[split]
     if name == "wikitext-2":
         return _wikitext(split)
     takes = f"{_check.near(name, NAMES)}, or the path of a text file"
@@ -106,10 +115,34 @@ def _pydoc() -> dict[str, str]:
 
     texts = {name: _paragraphs(_cleaned(topics[name])) for name in sorted(topics)}
     evaluation = [paragraph for name in _EVAL_TOPICS for paragraph in texts.pop(name, ())]
+    return _kept_apart(evaluation, [paragraph for name in texts for paragraph in texts[name]])
+
+
+def _kept_apart(evaluation: list[str], others: list[str]) -> dict[str, str]:
+    """Both splits; of the others, what stands in the evaluation part too, however it is set, is left out."""
     held_out = {" ".join(paragraph.split()) for paragraph in evaluation}
-    others = [paragraph for name in texts for paragraph in texts[name]]
     calibration = [paragraph for paragraph in others if " ".join(paragraph.split()) not in held_out]
     return {"eval": "\n\n".join(evaluation), "calibration": "\n\n".join(calibration)}
+
+
+def _source(module: str) -> list[str]:
+    """The paragraphs of a module's file, without running it."""
+    # Not by find_spec, which imports the package of a submodule.
+    path = Path(sysconfig.get_path("stdlib"), *module.split(".")).with_suffix(".py")
+    path = path if path.is_file() else path.with_suffix("") / "__init__.py"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        message = f"python-source cannot be had: this Python came without the source of {module} ({path})"
+        raise CorpusUnavailable(f'{message}; "pydoc" needs none') from error
+    return _paragraphs("\n".join(line.rstrip() for line in lines))
+
+
+@functools.cache
+def _python_source() -> dict[str, str]:
+    """Both splits. Modules repeat each other's few-line idioms, and those leave the calibration part."""
+    evaluation = [paragraph for module in _EVAL_MODULES for paragraph in _source(module)]
+    return _kept_apart(evaluation, [paragraph for module in _CALIBRATION_MODULES for paragraph in _source(module)])
 
 
 def _wikitext(split: str) -> str:

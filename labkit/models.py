@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ __all__ = [
     "load_model",
     "model_config",
     "shaped_model",
+    "shared_copy",
     "tiny_model",
 ]
 
@@ -170,3 +172,16 @@ def _load(
     )
     _check.require(not missing, "name", got, "a folder or Hub id with every weight")
     return LoadedModel(model.to(device).eval().requires_grad_(False), tokenizer, name)
+
+
+def shared_copy(model: LoadedModel | PreTrainedModel) -> LoadedModel | PreTrainedModel:
+    """A copy that shares every weight with the original until one side replaces it: it takes next to no memory.
+
+    Quantizing the copy leaves the original as it is, since new weights are put in the place of shared ones and never
+    written into them. What writes into a tensor (an optimizer's step, `copy_`) changes both.
+    """
+    if isinstance(model, LoadedModel):
+        return LoadedModel(shared_copy(model.model), model.tokenizer, model.name)
+    _check.require(isinstance(model, torch.nn.Module), "model", type(model).__name__, "a LoadedModel or a model")
+    tensors = {id(p): torch.nn.Parameter(p.data, p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, tensors | {id(b): b for b in model.buffers()})

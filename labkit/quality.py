@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -156,3 +157,46 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
     _check.require(signal != 0.0, "reference", "zeros only", "values that are not all zero")
     noise = (reference.double() - approximation.double()).square().sum().item()
     return math.inf if noise == 0.0 else 10 * math.log10(signal / noise)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model beside the one that it stands in for, on one text."""
+
+    perplexity: float
+    reference_perplexity: float
+    kl: float
+    top1: float
+
+    @property
+    def loss_rise(self) -> float:
+        """Nats a token that the model's loss is above its reference's."""
+        return math.log(self.perplexity / self.reference_perplexity)
+
+    def __str__(self) -> str:
+        rise = self.perplexity / self.reference_perplexity - 1
+        figures = f"perplexity {self.perplexity:.2f} ({rise:+.1%}), KL {self.kl:.3f} nats a token"
+        return f"{figures}, top-1 agreement {self.top1:.1%}"
+
+
+@torch.no_grad()
+def compare_models(
+    reference: PreTrainedModel | LoadedModel,
+    model: PreTrainedModel | LoadedModel,
+    token_ids: Tensor,
+    context_length: int,
+) -> Comparison:
+    """Both models' perplexity, KL(reference || model) and top-1 agreement, over windows as in `perplexity`.
+
+    Arguments and errors as there; one window's logits of both models are held at a time.
+    """
+    plain = [m.model if isinstance(m, LoadedModel) else m for m in (reference, model)]
+    figures = [perplexity(m, token_ids, context_length) for m in plain]
+    ids = token_ids.reshape(-1)
+    windows = ids[: ids.numel() // context_length * context_length].view(-1, context_length)
+    kl = top1 = 0.0
+    for window in windows:
+        p, q = (m(input_ids=window[None].long().to(m.device), use_cache=False).logits[0] for m in plain)
+        kl += kl_divergence(p, q.to(p.device)) / len(windows)
+        top1 += top1_agreement(p, q.to(p.device)) / len(windows)
+    return Comparison(figures[1], figures[0], kl, top1)

@@ -80,10 +80,40 @@ def test_a_file_that_cannot_be_split_or_read_is_refused(tmp_path):
         load_text(path)
 
 
+def test_source_code_is_a_text_too_and_its_splits_share_no_paragraph(default_model):
+    evaluation, calibration = (paragraphs(load_text("python-source", split)) for split in ("eval", "calibration"))
+    assert len(evaluation) > 400 and len(calibration) > 2500 and evaluation & calibration == set()
+    text = load_text("python-source")
+    assert text.startswith('"""Text wrapping and filling.\n"""') and "\n    def fill(self, text):\n" in text
+    assert all(line == line.rstrip() for line in text.split("\n"))
+    # Code of other modules than those, and prose of neither: what is another kind of text shares nothing.
+    assert evaluation & (paragraphs(load_text("pydoc")) | paragraphs(load_text("pydoc", "calibration"))) == set()
+    assert len(default_model.tokenizer(text, verbose=False).input_ids) > 25_000
+
+
+def test_source_code_is_read_not_run(monkeypatch):
+    corpora._python_source.cache_clear()
+    missing = {name: sys.modules.pop(name, None) for name in ("mailbox", "sched")}
+    load_text("python-source", "calibration")
+    assert "class Mailbox" in load_text("python-source", "calibration")
+    assert not {"mailbox", "sched"} & set(sys.modules)
+    sys.modules.update({name: module for name, module in missing.items() if module})
+
+
+def test_a_python_without_its_source_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(corpora.sysconfig, "get_path", lambda _: str(tmp_path))
+    corpora._python_source.cache_clear()
+    with pytest.raises(CorpusUnavailable, match="came without the source of textwrap"):
+        load_text("python-source")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("pydocs",), "name: got 'pydocs'; takes one of pydoc, wikitext-2 .*did you mean pydoc.*path of a text file"),
+        (
+            ("pydocs",),
+            "name: got 'pydocs'; takes one of pydoc, python-source, wikitext-2 .*mean pydoc.*path of a text file",
+        ),
         ((3,), "name: got '3'; takes one of pydoc"),
         (("pydoc", "test"), "split: got 'test'; takes one of calibration, eval"),
     ],

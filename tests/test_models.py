@@ -7,7 +7,16 @@ from safetensors.torch import load_file, save_file
 
 from labkit import models
 from labkit.model_files import fits
-from labkit.models import LoadedModel, cached_model, fetch_model, load_model, model_config, shaped_model, tiny_model
+from labkit.models import (
+    LoadedModel,
+    cached_model,
+    fetch_model,
+    load_model,
+    model_config,
+    shaped_model,
+    shared_copy,
+    tiny_model,
+)
 
 
 def test_the_default_model_is_ready_to_use(default_model):
@@ -279,3 +288,21 @@ def test_shaped_model_names_what_it_does_not_know():
         shaped_model("llama-3.1-8", "bfloat16", "cpu")
     with pytest.raises(ValueError, match="dtype: got 'int8'"):
         shaped_model("llama-3.1-8b", "int8", "cpu")
+
+
+def test_a_shared_copy_takes_no_memory_and_goes_its_own_way_once_a_weight_is_replaced():
+    model = tiny_model(tie_word_embeddings=True)
+    copied = shared_copy(model)
+    pairs = list(zip(model.parameters(), copied.parameters(), strict=True))
+    assert all(a is not b and a.data_ptr() == b.data_ptr() for a, b in pairs)
+    assert copied.lm_head.weight is copied.model.embed_tokens.weight
+    ids = torch.arange(8)[None]
+    before = model(input_ids=ids).logits
+    assert torch.equal(copied(input_ids=ids).logits, before)
+    norm = copied.model.layers[0].input_layernorm.weight
+    norm.data = 2 * norm.data
+    copied.model.layers[1].mlp.up_proj = torch.nn.Linear(64, 128, bias=False)
+    assert torch.equal(model(input_ids=ids).logits, before)
+    assert not torch.equal(copied(input_ids=ids).logits, before)
+    with pytest.raises(ValueError, match="^model"):
+        shared_copy("smollm2-135m")

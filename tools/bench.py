@@ -12,52 +12,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from labkit._paths import DATA
 from labkit.cli.run import find_chapters, run_notebook
 from labkit.cli.table import Table, readable
+from tools.bench_figure import Figure, take_turns
 
 if TYPE_CHECKING:
     from labkit.engine import Decoder
 
 _PROMPT_TOKENS, _NEW_TOKENS = 32, 32
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One measured value beside its target, which is a least value (`at_least`) or a most. `values` are its samples."""
-
-    name: str
-    values: tuple[float, ...]
-    unit: str
-    target: float
-    at_least: bool = False
-    note: str = ""
-    params: dict[str, object] = field(default_factory=dict)
-
-    @property
-    def value(self) -> float:
-        """The median of the samples."""
-        return statistics.median(self.values)
-
-    @property
-    def met(self) -> bool:
-        """Whether the median reaches the target."""
-        return self.value >= self.target if self.at_least else self.value <= self.target
-
-
-def take_turns(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Call the sides A B A B for `rounds` rounds and return what each gave; a round before them warms up."""
-    values: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(rounds + 1):
-        for name, side in sides.items():
-            value = side()
-            if turn:
-                values[name].append(value)
-    return values
 
 
 def seconds_in_a_fresh_process(statements: str, *, before: str = "") -> float:
@@ -172,11 +138,35 @@ def chapter() -> Iterator[Figure]:
     yield Figure("chapter 01, peak memory", (float(run.peak_bytes),), "bytes", 4e9)
 
 
+def quantization() -> Iterator[Figure]:
+    """Perplexity by method and bits, and the time of GPTQ: some ten minutes."""
+    from tools import bench_quantization
+
+    yield from bench_quantization.quality()
+
+
+def int4() -> Iterator[Figure]:
+    """Decoding with 4-bit weights."""
+    from tools import bench_quantization
+
+    yield from bench_quantization.speed()
+
+
+def qat() -> Iterator[Figure]:
+    """Quantization-aware training: over ten minutes."""
+    from tools import bench_quantization
+
+    yield from bench_quantization.training()
+
+
 BENCHES: dict[str, Callable[[], Iterator[Figure]]] = {
     "imports": imports,
     "loading": loading,
     "decoding": decoding,
     "chapter": chapter,
+    "quantization": quantization,
+    "int4": int4,
+    "qat": qat,
 }
 
 

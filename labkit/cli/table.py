@@ -12,7 +12,7 @@ from labkit._table import readable
 __all__ = ["FORMATS", "Table", "html_page", "readable"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Table(_table.Table):
     """Column names, and rows of as many cells of text."""
 

@@ -65,8 +65,8 @@ class Decoder:
         self.model = check_model(model.model if isinstance(model, LoadedModel) else model)
         self._ops = collect_ops(self.model)
         self._turn = threading.RLock()
-        weight = self.model.model.embed_tokens.weight
-        self.device, self.dtype = weight.device, weight.dtype
+        # Of the first parameter that is a number still: packed weights have no dtype to compute in.
+        self.device, self.dtype = self.model.device, self.model.dtype
         on_gpu = self.device.type == "cuda"
         _check.require(cuda_graph in (None, True, False), "cuda_graph", cuda_graph, "True, False or None")
         _check.require(

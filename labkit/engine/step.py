@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from labkit import _check
 from labkit.engine.cache import StaticKVCache
 from labkit.kernels import dense_linear
+from labkit.quantization import QuantLinear
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -32,7 +33,7 @@ def check_model(model: object) -> PreTrainedModel:
     _check.require(config.model_type in FAMILIES, "model", config.model_type, f"a model of {', '.join(FAMILIES)}")
     complete = hasattr(model, "model") and hasattr(model, "lm_head")
     _check.require(complete, "model", type(model).__name__, "a causal LM, with its lm_head")
-    device = model.model.embed_tokens.weight.device
+    device = model.device
     _check.require(device.type in ("cpu", "cuda"), "model", f"weights on {device}", "a model on the CPU or a GPU")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     _check.require(rope in ("default", "linear", "llama3"), "model", f"rope_type {rope!r}", "default, linear or llama3")
@@ -77,9 +78,8 @@ def rotary_table(model: PreTrainedModel, max_length: int) -> tuple[torch.Tensor,
 
     With that sign `x * cos + roll(x, head_dim / 2) * sin` is the rotation, in three kernels.
     """
-    weight = model.model.embed_tokens.weight
-    positions = torch.arange(max_length, device=weight.device)[None]
-    cos, sin = model.model.rotary_emb(weight.new_empty(1), positions)
+    positions = torch.arange(max_length, device=model.device)[None]
+    cos, sin = model.model.rotary_emb(torch.empty(1, dtype=model.dtype, device=model.device), positions)
     sign = torch.ones(sin.shape[-1], dtype=sin.dtype, device=sin.device)
     sign[: sin.shape[-1] // 2] = -1
     return cos[0, :, None], (sin * sign)[0, :, None]
@@ -117,10 +117,10 @@ class StepOps:
 
 
 def _linear(module: nn.Module) -> Projection:
-    """A plain `nn.Linear` runs at memory speed for few rows; anything else runs its own forward."""
+    """A plain `nn.Linear` runs at memory speed for few rows; anything else runs its own forward, or what it binds."""
     if type(module) is nn.Linear:
         return functools.partial(dense_linear, weight=module.weight, bias=module.bias)
-    return module
+    return module.projection() if isinstance(module, QuantLinear) else module
 
 
 def _rms_norm(module: nn.Module) -> Projection:

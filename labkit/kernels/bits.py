@@ -24,7 +24,7 @@ def pack_bits(values: torch.Tensor, bits: int) -> torch.Tensor:
 
     Errors: ValueError for another number of bits, for values out of range and for anything but integers.
     """
-    _check.choice("bits", bits, PACKED_BITS)
+    _check.choice("bits", _check.integer("bits", bits), PACKED_BITS)
     _check.tensor("values", values)
     whole = not values.is_floating_point() and not values.is_complex() and values.ndim > 0
     _check.require(whole, "values", f"{values.dtype} of {values.ndim} dimensions", "integers of at least one dimension")
@@ -35,7 +35,9 @@ def pack_bits(values: torch.Tensor, bits: int) -> torch.Tensor:
     padding = 4 * words_per_row(length, bits) * 8 // bits + _VALUES
     padded = F.pad(values.to(torch.uint8), (0, (padding - length) // _VALUES * _VALUES + -length % _VALUES))
     stream = _bytes_of(padded.unflatten(-1, (-1, _VALUES)), bits).flatten(-2)
-    return stream[..., : 4 * words_per_row(length, bits)].contiguous().view(torch.int32)
+    words = values.new_empty((*values.shape[:-1], words_per_row(length, bits)), dtype=torch.int32)
+    words.view(torch.uint8).copy_(stream[..., : 4 * words.shape[-1]])
+    return words
 
 
 def _bytes_of(eights: torch.Tensor, bits: int) -> torch.Tensor:
@@ -56,7 +58,8 @@ def unpack_bits(words: torch.Tensor, bits: int, length: int) -> torch.Tensor:
 
     Errors: ValueError for words that are too few or no int32.
     """
-    _check.choice("bits", bits, PACKED_BITS)
+    _check.choice("bits", _check.integer("bits", bits), PACKED_BITS)
+    _check.integer("length", length, 0)
     _check.tensor("words", words, dtypes=(torch.int32,))
     enough = words.ndim > 0 and words.shape[-1] >= words_per_row(length, bits)
     takes = f"at least {words_per_row(length, bits)} words a row for {length} values of {bits} bits"

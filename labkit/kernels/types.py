@@ -30,7 +30,7 @@ class PackedWeight:
     in_features: int
 
     def __post_init__(self) -> None:
-        _check.choice("bits", self.bits, PACKED_BITS)
+        _check.choice("bits", _check.integer("bits", self.bits), PACKED_BITS)
         _check.tensor("scales", self.scales, ndim=2, dtypes=(torch.bfloat16, torch.float16, torch.float32))
         divides = self.group_size > 0 and self.in_features % self.group_size == 0
         _check.require(divides, "group_size", self.group_size, f"a divisor of in_features, {self.in_features}")

@@ -5,7 +5,10 @@ ipywidgets and plotly are imported when a lab is first asked for, not before.
 
 import importlib
 
-_MODULE_OF = {"roofline_lab": "labkit.labs.roofline"}
+_MODULE_OF = {
+    "quantization_lab": "labkit.labs.quantization",
+    "roofline_lab": "labkit.labs.roofline",
+}
 
 __all__ = [*_MODULE_OF]
 

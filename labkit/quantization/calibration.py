@@ -32,6 +32,8 @@ class InputStatistics:
     def add(self, x: torch.Tensor) -> None:
         """Take in `x (..., in_features)`."""
         rows = x.reshape(-1, x.shape[-1]).float()
+        if not len(rows):
+            return
         keep = self.tokens / (self.tokens + rows.shape[0])
         share = 1 / (self.tokens + rows.shape[0])
         self.gram.addmm_(rows.T, rows, beta=keep, alpha=share)
@@ -123,7 +125,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 class _Captured(Exception):
-    """Stops a forward pass once the first layer's input is known."""
+    """Stops a forward pass once what was wanted of it is known."""
 
 
 class LayerInputs:
@@ -132,16 +134,22 @@ class LayerInputs:
 
     def __init__(self, model: PreTrainedModel, ids: torch.Tensor, first: nn.Module) -> None:
         self.hidden: list[torch.Tensor] = []
-        self._kwargs: dict[str, object] = {}
+        self._first = first
+        # Alike for all samples, which have one length and no padding, but not for all layers: a model may mix kinds of
+        # attention, each with its mask and its positions. So the first sample goes as far as the last layer.
+        self._kwargs: dict[nn.Module, dict[str, object]] = {}
+        _, layers = decoder_layers(model)
 
-        def capture(_: nn.Module, args: tuple, kwargs: dict) -> None:
+        def capture(layer: nn.Module, args: tuple, kwargs: dict) -> None:
             rest = dict(kwargs)
-            self.hidden.append(args[0] if args else rest.pop("hidden_states"))
-            # Alike for all samples: they have one length and no padding.
-            self._kwargs = rest
-            raise _Captured
+            hidden = args[0] if args else rest.pop("hidden_states")
+            if layer is first:
+                self.hidden.append(hidden)
+            self._kwargs[layer] = rest
+            if len(self._kwargs) == len(layers):
+                raise _Captured
 
-        handle = first.register_forward_pre_hook(capture, with_kwargs=True)
+        handles = [layer.register_forward_pre_hook(capture, with_kwargs=True) for layer in layers]
         try:
             for sample in ids:
                 try:
@@ -149,12 +157,14 @@ class LayerInputs:
                 except _Captured:
                     pass
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     def run(self, layer: nn.Module) -> Iterator[torch.Tensor]:
         """The layer's output for each sample; what is held stays."""
+        kwargs = self._kwargs.get(layer, self._kwargs[self._first])
         for hidden in self.hidden:
-            out = layer(hidden, **self._kwargs)
+            out = layer(hidden, **kwargs)
             yield out[0] if isinstance(out, tuple) else out
 
     def advance(self, layer: nn.Module) -> None:
@@ -195,7 +205,7 @@ class watch_inputs:
             handle.remove()
 
     def _see(self, name: str, x: torch.Tensor) -> None:
-        """The first pass finds out whose input is the very tensor of the one before; from then on one counts for both."""
+        """The first pass finds whose input is the very tensor of the one before; from then on one counts for both."""
         if name not in self._owner:
             same = self._latest is not None and self._latest[0] is x
             self._owner[name] = self._latest[1] if same else name

@@ -80,13 +80,17 @@ def gptq(
     Errors: ValueError where the groups do not divide the columns, and for a Hessian that cannot be factored.
     """
     group = group_length(weight.shape[1], config.group_size)
-    columns, hessian = weight.float().T.contiguous(), hessian.float().clone()
-    dead = hessian.diagonal() == 0
-    hessian.diagonal()[dead] = 1.0
+    # A copy in every case: both are worked on in place.
+    columns = weight.float().T.clone(memory_format=torch.contiguous_format)
+    hessian = hessian.float().clone()
+    inputs = hessian.diagonal().clone()
+    dead = inputs == 0
+    # As much as the others have, so that the damping, a part of the mean, does not hang on the inputs' scale.
+    hessian.diagonal()[dead] = inputs[~dead].mean() if not bool(dead.all()) else 1.0
     columns[dead] = 0.0
     order = None
     if config.desc_act:
-        order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+        order = torch.argsort(inputs, descending=True, stable=True)
         columns, hessian = columns[order], hessian[order][:, order]
     upper = inverse_cholesky(hessian, config.damp_percent, note)
     codes, grid = _round_columns(columns, upper, config, group)

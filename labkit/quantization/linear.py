@@ -45,6 +45,11 @@ class _Packed(nn.Module):
         self._hold(self._laid_out(moved))
         return self
 
+    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        # With assign=True the buffers are other tensors now.
+        self._hold(replace(self.weight, **{name: self._buffers[name] for name in self.weight.tensors}))
+
     def _laid_out(self, weight: PackedWeight) -> PackedWeight | Int4PackWeight:
         return weight
 
@@ -87,9 +92,14 @@ class QuantLinear(_Packed):
     def out_features(self) -> int:
         return self.weight.out_features
 
+    def projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """`forward` with what can be looked up looked up, for a loop of many small steps; moving the module ends it."""
+        fast = isinstance(self.weight, Int4PackWeight) and self._activations.dtype is torch.bfloat16
+        return self.weight.bound() if fast and self.bias is None else self
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = quantized_linear(x, self.weight)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 def packed_replacement(linear: nn.Linear, weight: PackedWeight, scale: torch.Tensor | None = None) -> Replacement:

@@ -14,7 +14,7 @@ SCALE_DTYPE = torch.bfloat16
 
 def check_format(bits: int, group_size: int, sym: bool) -> None:
     """Refuse a weight format that cannot be had, by the field's name."""
-    _check.choice("bits", bits, PACKED_BITS)
+    _check.choice("bits", _check.integer("bits", bits), PACKED_BITS)
     low, high = GROUP_SIZES
     whole = isinstance(group_size, int) and not isinstance(group_size, bool)
     ok = whole and (group_size == -1 or low <= group_size <= high)

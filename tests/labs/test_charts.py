@@ -3,7 +3,7 @@
 import pytest
 
 from labkit.labs import charts
-from labkit.labs.charts import curves, time_shares
+from labkit.labs.charts import curves, heat_map, time_shares
 from labkit.measure import Timing
 
 TIMES = {"embed": Timing(0.001, 0.001, 0.001, 1), "lm_head": Timing(0.003, 0.003, 0.003, 1)}
@@ -24,6 +24,24 @@ def test_curves_mark_the_ceiling() -> None:
     measured, roof = chart.figure.data
     assert roof.line.dash == "dash" and measured.line.dash is None and list(measured.y) == [10, 18]
     assert chart.text.splitlines()[2].split() == ["measured", "10", "18"]
+
+
+def test_curves_may_have_linear_axes_and_then_hold_a_zero() -> None:
+    chart = curves((0, 1), {"a": [3, 2]}, title="t", x_title="x", y_title="y", log_x=False, log_y=False)
+    assert chart.figure.layout.xaxis.type is None and chart.figure.layout.yaxis.type == "linear"
+    with pytest.raises(ValueError, match="^x: got"):
+        curves((0, 1), {"a": [3, 2]}, title="t", x_title="x", y_title="y", log_y=False)
+
+
+def test_a_heat_map_shades_by_powers_of_ten_and_names_the_highest() -> None:
+    rows = {"q": [0.001, 0.01, 0.1], "down": [1.0, 0.1, 0.01]}
+    chart = heat_map(rows, title="Loss", x_title="layer", value_title="nats", highest=1)
+    (squares,) = chart.figure.data
+    assert list(squares.y) == ["q", "down"] and [round(z) for z in squares.z[0]] == [-3, -2, -1]
+    assert chart.text.splitlines()[-1] == "highest: down at layer 0, 1"
+    for wrong in ({}, {"a": [1.0], "b": [1.0, 2.0]}, {"a": [0.0]}):
+        with pytest.raises(ValueError, match="^rows"):
+            heat_map(wrong, title="t", x_title="x", value_title="v")
 
 
 def test_the_bundle_has_text_a_picture_where_one_can_be_drawn_and_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:

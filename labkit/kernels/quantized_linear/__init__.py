@@ -43,8 +43,8 @@ def choose(x: torch.Tensor, weight: PackedWeight | Int4PackWeight) -> Choice:
     _check_tensors(x, weight)
     if isinstance(weight, Int4PackWeight):
         if x.dtype is torch.bfloat16:
-            twice = "" if weight.bits == 4 else ", once for each half of the 8 bits"
-            return Choice("torch", f"PyTorch's packed 4-bit matmul{twice}")
+            halves = "" if weight.bits == 4 else ", over both halves of the 8 bits"
+            return Choice("torch", f"PyTorch's packed 4-bit matmul{halves}")
         return Choice("torch", "the weight is laid out for bfloat16: x is converted to it and back")
     reason = why_not(weight)
     if reason is None and x.dtype is not torch.bfloat16:

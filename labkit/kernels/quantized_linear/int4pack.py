@@ -1,8 +1,10 @@
 """PyTorch's packed 4-bit matmul for the CPU, and weights in the layout that it reads.
 
 The op, `aten::_weight_int4pack_mm_for_cpu`, takes bfloat16 activations, 4-bit codes in an order of its own that hangs
-on the processor, and for each group a bfloat16 scale s and offset b: w = (q - 8) * s + b. Codes of 8 bits are two
-planes of 4, q = 16 h + l, so that w = (h - 8) * 16 s + (l - 8) * s + (136 - z) * s: the op twice, over the same bytes.
+on the processor, and for each group a bfloat16 scale s and offset b: w = (q - 8) * s + b. Codes of 8 bits lie as two
+halves of 4 side by side, q = 16 h + l, so that w = (h - 8) * 16 s + (l - 8) * s + (136 - z) * s is one product of twice
+the columns with x beside itself: the same bytes, and one rounding.
+Of 4 bits, b = (8 - z) * s is rounded to bfloat16: exact where z is 0, 4, 6 to 10 or 12, else off by up to s / 64.
 Columns out of group order (act-order) are sorted by group, and x's with them.
 """
 
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from labkit.kernels.bits import pack_bits
 from labkit.kernels.types import PackedWeight
@@ -25,9 +28,9 @@ _IDENTITY_ROWS = 256
 class Int4PackWeight:
     """A `PackedWeight` of 4 or 8 bits in the order of the CPU's packed matmul; `unpack` gives it back bit by bit.
 
-    packed: uint8 `(planes, out_features, in_features / 2)`, one plane for 4 bits, low and high for 8.
-    scales_and_offsets: bfloat16 `(planes, groups, out_features, 2)`. order: int32 `(in_features,)`, which column stands
-    at each place, or None if each stands at its own. zeros: uint8 as in PackedWeight, which `unpack` needs.
+    packed: uint8 `(out_features, halves * in_features / 2)`, one half for 4 bits, low and high for 8.
+    scales_and_offsets: bfloat16 `(halves * groups, out_features, 2)`. order: int32 `(in_features,)`, which column
+    stands at each place, or None if each stands at its own. zeros: uint8 as in PackedWeight, which `unpack` needs.
     """
 
     packed: torch.Tensor
@@ -48,46 +51,61 @@ class Int4PackWeight:
         scales, zeros = weight.scales.float(), weight.zeros
         middle = 1 << (weight.bits - 1)
         offset = scales * (middle - (middle if zeros is None else zeros.float()))
-        planes = [(codes, scales, offset)] if weight.bits == 4 else _two_planes(codes, scales, offset)
-        packed = torch.stack([torch.ops.aten._convert_weight_to_int4pack_for_cpu(q.int(), 1) for q, _, _ in planes])
-        pairs = torch.stack([torch.stack((s.T, b.T), dim=-1) for _, s, b in planes]).to(torch.bfloat16)
+        if weight.bits == 8:
+            codes, scales, offset = _two_halves(codes, scales, offset)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+        pairs = torch.stack((scales.T, offset.T), dim=-1).to(torch.bfloat16)
         return cls(packed, pairs.contiguous(), order, zeros, weight.bits, weight.group_size, weight.in_features)
 
     def unpack(self) -> PackedWeight:
         """The portable form; the op itself reads the codes, with an identity matrix for activations."""
-        codes = self._plane_codes(0)
+        codes = self._packed_codes()
         if self.bits == 8:
-            codes = codes | self._plane_codes(1) << 4
+            low, high = codes.split(self.in_features, dim=1)
+            codes = low | high << 4
         g_idx = None
         if self.order is not None:
             codes = codes[:, torch.argsort(self.order)]
             g_idx = torch.empty_like(self.order, dtype=torch.int32)
             g_idx[self.order] = torch.arange(self.in_features, dtype=torch.int32) // self.group_size
-        scales = self.scales_and_offsets[0, :, :, 0].T.contiguous()
+        scales = self.scales_and_offsets[: self.in_features // self.group_size, :, 0].T.contiguous()
         words = pack_bits(codes, self.bits)
         return PackedWeight(words, scales, self.zeros, g_idx, self.bits, self.group_size, self.in_features)
 
-    def _plane_codes(self, plane: int) -> torch.Tensor:
-        """uint8 `(out_features, in_features)`, columns in the order in which they lie."""
-        pairs = torch.ones_like(self.scales_and_offsets[plane])
+    def _packed_codes(self) -> torch.Tensor:
+        """The 4-bit codes, uint8 `(out_features, halves * in_features)`, columns in the order in which they lie."""
+        pairs = torch.ones_like(self.scales_and_offsets)
         pairs[..., 1] = _MIDDLE
-        identity = torch.eye(self.in_features, dtype=torch.bfloat16)
-        pieces = [self._multiply(rows, plane, pairs) for rows in identity.split(_IDENTITY_ROWS)]
+        pieces = []
+        for rows in torch.arange(2 * self.packed.shape[1]).split(_IDENTITY_ROWS):
+            identity = F.one_hot(rows, 2 * self.packed.shape[1]).to(torch.bfloat16)
+            pieces.append(torch.ops.aten._weight_int4pack_mm_for_cpu(identity, self.packed, self.group_size, pairs))
         return torch.cat(pieces).T.to(torch.uint8)
 
-    def _multiply(self, rows: torch.Tensor, plane: int, pairs: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed[plane], self.group_size, pairs)
+    def bound(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """`multiply` for bfloat16 x `(..., in_features)` with everything looked up: a small matrix takes about as long
+        as the Python around it. The tensors are those of now."""
+        op, packed, pairs = torch._weight_int4pack_mm_for_cpu, self.packed, self.scales_and_offsets
+        order, group_size, halves = self.order, self.group_size, self.bits // 4
+        in_features, out_features = self.in_features, self.out_features
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            rows = x.reshape(-1, in_features)
+            if order is not None:
+                rows = rows.index_select(1, order)
+            if halves == 2:
+                rows = torch.cat((rows, rows), dim=1)
+            return op(rows, packed, group_size, pairs).view(*x.shape[:-1], out_features)
+
+        return run
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x (rows, in_features)` in bfloat16 to `(rows, out_features)`."""
-        if self.order is not None:
-            x = x.index_select(1, self.order)
-        y = self._multiply(x, 0, self.scales_and_offsets[0])
-        return y if self.bits == 4 else y.add_(self._multiply(x, 1, self.scales_and_offsets[1]))
+        return self.bound()(x)
 
     @property
     def out_features(self) -> int:
-        return self.packed.shape[1]
+        return self.packed.shape[0]
 
     @property
     def device(self) -> torch.device:
@@ -113,12 +131,18 @@ class Int4PackWeight:
         return self.unpack().dequantize(dtype)
 
 
-def _two_planes(
+def _two_halves(
     codes: torch.Tensor, scales: torch.Tensor, offset: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Low and high halves of 8-bit codes, each with its scale and offset; the offset of both is the low plane's."""
-    low = (codes & 15, scales, offset + _MIDDLE * scales)
-    return [low, (codes >> 4, 16 * scales, torch.zeros_like(offset))]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and offsets of the low 4 bits of 8-bit codes and, beside them, of the high 4.
+
+    (136 - z) * s has up to 16 bits. The high half takes what bfloat16 holds of it and the low one the rest, so that it
+    is exact.
+    """
+    whole = offset + _MIDDLE * scales
+    upper = whole.to(torch.bfloat16).float()
+    pairs = ((codes & 15, codes >> 4), (scales, 16 * scales), (whole - upper, upper))
+    return tuple(torch.cat(pair, dim=1) for pair in pairs)
 
 
 def why_not(weight: PackedWeight) -> str | None:

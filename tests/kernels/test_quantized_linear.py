@@ -1,0 +1,225 @@
+"""quantized_linear: both layouts against float64, the layouts into each other, and which backend runs."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from labkit.kernels import BackendUnavailable, PackedWeight, choose_backend, quantized_linear
+from labkit.kernels.bits import PACKED_BITS, pack_bits
+from labkit.kernels.quantized_linear import Int4PackWeight, decode_layout
+
+
+def packed(weight: torch.Tensor, bits: int, group: int, *, sym: bool = False, act_order: bool = False) -> PackedWeight:
+    """`weight` rounded to a grid from its group's least to largest value, columns assigned to groups at random."""
+    out_features, in_features = weight.shape
+    g_idx = torch.randperm(in_features) // group if act_order else torch.arange(in_features) // group
+    members = torch.stack([weight[:, g_idx == g] for g in range(in_features // group)], dim=1)
+    high = members.abs().amax(-1) if sym else members.amax(-1).clamp_min(0)
+    low = -high if sym else members.amin(-1).clamp_max(0)
+    top = (1 << bits) - 1
+    scales = ((high - low) / top).to(torch.bfloat16)
+    zeros = torch.full_like(low, 1 << (bits - 1)) if sym else (-low / scales.float()).round().clamp(0, top)
+    codes = (weight / scales.float()[:, g_idx]).round().add(zeros[:, g_idx]).clamp(0, top)
+    order = g_idx.int() if act_order else None
+    stored = None if sym else zeros.to(torch.uint8)
+    return PackedWeight(pack_bits(codes.to(torch.uint8), bits), scales, stored, order, bits, group, in_features)
+
+
+def same(a: PackedWeight, b: PackedWeight) -> bool:
+    """Every tensor bit by bit."""
+    equal = a.tensors.keys() == b.tensors.keys() and all(
+        torch.equal(a.tensors[name], b.tensors[name]) and a.tensors[name].dtype == b.tensors[name].dtype
+        for name in a.tensors
+    )
+    return equal and (a.bits, a.group_size, a.in_features) == (b.bits, b.group_size, b.in_features)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize("act_order", [True, False])
+@pytest.mark.parametrize("shape", [(16, 32, 32), (48, 576, 64), (32, 384, 128), (16, 512, 256)])
+def test_the_layout_goes_there_and_back_bit_by_bit(bits: int, sym: bool, act_order: bool, shape: tuple) -> None:
+    out_features, in_features, group = shape
+    portable = packed(torch.randn(out_features, in_features), bits, group, sym=sym, act_order=act_order)
+    laid_out = decode_layout(portable, torch.bfloat16)
+    assert isinstance(laid_out, Int4PackWeight)
+    assert decode_layout(laid_out, torch.bfloat16) is laid_out and decode_layout(portable, torch.float32) is portable
+    assert same(decode_layout(laid_out, torch.float32), portable) and same(laid_out.unpack(), portable)
+    assert torch.equal(laid_out.dequantize(), portable.dequantize())
+    assert laid_out.nbytes == sum(tensor.nbytes for tensor in laid_out.tensors.values())
+    assert laid_out.packed.nbytes == portable.qweight.nbytes
+
+
+def test_every_code_survives_the_layout() -> None:
+    for bits in (4, 8):
+        codes = torch.arange(1 << bits).repeat(16, 256 // (1 << bits))
+        portable = packed(torch.randn(16, 256), bits, 32)
+        portable = dataclasses.replace(portable, qweight=pack_bits(codes, bits))
+        assert torch.equal(decode_layout(portable, torch.bfloat16).unpack().codes().long(), codes)
+
+
+def errors(x: torch.Tensor, weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the packed matmul, and of PyTorch's on the weight in bfloat16; both against float64."""
+    laid_out = decode_layout(weight, torch.bfloat16)
+    assert isinstance(laid_out, Int4PackWeight)
+    exact = x.double() @ weight.dequantize(torch.float64).T
+    got = quantized_linear(x, laid_out)
+    assert got.shape == exact.shape and got.dtype == torch.bfloat16
+    plain = F.linear(x, weight.dequantize(torch.bfloat16))
+    return (got.double() - exact).abs(), (plain.double() - exact).abs()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize("act_order", [True, False])
+@pytest.mark.parametrize("rows", [(1,), (4,), (17,), (2, 3), ()])
+def test_the_packed_matmul_errs_at_most_twice_as_much(
+    bits: int, sym: bool, act_order: bool, rows: tuple[int, ...]
+) -> None:
+    weight = packed(torch.randn(48, 576), bits, 64, sym=sym, act_order=act_order)
+    for x in (torch.randn(*rows, 576), torch.rand(*rows, 576)):
+        error, plain = errors(x.bfloat16(), weight)
+        assert error.max() <= 2 * plain.max()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", ["one outlier a group", "positive"])
+def test_a_zero_point_far_from_the_middle(bits: int, kind: str) -> None:
+    dense = torch.randn(48, 576)
+    if kind == "positive":
+        dense = dense.abs()
+    else:
+        dense[:, ::64] = 12.0
+    weight, x = packed(dense, bits, 64), torch.rand(4, 576).bfloat16()
+    error, plain = errors(x, weight)
+    # Of 4 bits the offset (8 - z) * s is rounded to bfloat16: an error that all weights of a group share.
+    offset = (8 - weight.zeros.double()) * weight.scales.double()
+    shift = (offset.to(torch.bfloat16).double() - offset).abs()
+    assert bits == 8 or shift.max() <= weight.scales.max() / 64
+    shared = x.double().unflatten(1, (-1, 64)).sum(-1).abs() @ shift.T if bits == 4 else 0
+    assert (error - shared).max() <= 2 * plain.max()
+
+
+@pytest.mark.parametrize("bits", PACKED_BITS)
+@pytest.mark.parametrize("group", [16, 48, 96])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_the_portable_layout_runs_in_every_dtype(bits: int, group: int, dtype: torch.dtype) -> None:
+    weight, x = packed(torch.randn(7, 96), bits, group, act_order=True), torch.randn(3, 96, dtype=dtype)
+    exact = x.double() @ weight.dequantize(torch.float64).T
+    got = quantized_linear(x, weight)
+    plain = F.linear(x, weight.dequantize(torch.float64).to(dtype))
+    bound = 2 * (plain.double() - exact).abs().max() + 1e-12
+    assert got.dtype == dtype and (got.double() - exact).abs().max() <= bound
+    reference = quantized_linear(x, weight, backend="reference")
+    wide = exact.float() if dtype != torch.float64 else exact
+    torch.testing.assert_close(reference, wide.to(dtype), rtol=1.6e-2 if dtype == torch.bfloat16 else 1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["portable", "packed"])
+@pytest.mark.parametrize("act_order", [True, False])
+def test_strided_and_empty_inputs(layout: str, act_order: bool) -> None:
+    weight = packed(torch.randn(16, 64), 4, 32, act_order=act_order)
+    if layout == "packed":
+        weight = decode_layout(weight, torch.bfloat16)
+    wide = torch.randn(5, 128).bfloat16()
+    for x in (wide[:, ::2], wide[:, 64:], torch.randn(64, 5).bfloat16().T, torch.randn(4, 3, 64).bfloat16().mT.mT[::2]):
+        assert torch.equal(quantized_linear(x, weight), quantized_linear(x.contiguous(), weight))
+    for shape in ((0, 64), (2, 0, 64)):
+        out = quantized_linear(torch.zeros(shape).bfloat16(), weight)
+        assert out.shape == (*shape[:-1], 16) and out.dtype == torch.bfloat16
+
+
+def test_the_input_is_left_alone() -> None:
+    weight, x = decode_layout(packed(torch.randn(16, 64), 8, 32, act_order=True), torch.bfloat16), torch.randn(2, 64)
+    for mine in (x.bfloat16(), x):
+        before = mine.clone()
+        quantized_linear(mine, weight)
+        assert torch.equal(mine, before)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: packed(torch.randn(17, 64), 4, 32), "multiple of 16 output features; the weight has 17"),
+        (lambda: packed(torch.randn(16, 64), 4, 16), "groups of 32, 64, 128, 256; the weight has groups of 16"),
+        (lambda: packed(torch.randn(16, 96), 4, 96), "the weight has groups of 96"),
+        (lambda: packed(torch.randn(16, 64), 3, 32), "the weight has 3"),
+        (lambda: packed(torch.randn(16, 64), 2, 32), "the weight has 2"),
+        (lambda: in_float32(packed(torch.randn(16, 64), 4, 32)), "bfloat16 scales; the weight's are float32"),
+    ],
+)
+def test_what_the_packed_matmul_cannot_read_stays_portable(make: object, why: str) -> None:
+    weight = make()
+    assert decode_layout(weight, torch.bfloat16) is weight
+    choice = choose_backend("quantized_linear", torch.zeros(1, weight.in_features).bfloat16(), weight)
+    assert choice.name == "torch" and "dequantize" in choice.reason and why in choice.reason
+    x = torch.randn(2, weight.in_features)
+    torch.testing.assert_close(quantized_linear(x, weight), x @ weight.dequantize().T)
+
+
+def in_float32(weight: PackedWeight) -> PackedWeight:
+    return dataclasses.replace(weight, scales=weight.scales.float())
+
+
+def test_the_choice_says_why_and_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    portable = packed(torch.randn(16, 64), 8, 32)
+    laid_out = decode_layout(portable, torch.bfloat16)
+    half, full = torch.randn(1, 64).bfloat16(), torch.randn(1, 64)
+    for x, weight, says in (
+        (half, laid_out, "packed 4-bit matmul, over both halves of the 8 bits"),
+        (full, laid_out, "laid out for bfloat16: x is converted"),
+        (half, portable, "not laid out for it"),
+        (full, portable, "fast in bfloat16 alone, and x is float32"),
+    ):
+        assert says in choose_backend("quantized_linear", x, weight).reason
+    ran = []
+    room = sys.modules["labkit.kernels.quantized_linear"]
+    monkeypatch.setattr(room, "quantized_linear_reference", lambda x, weight: ran.append(weight) or x)
+    quantized_linear(half, laid_out)
+    quantized_linear(full, portable, backend="torch")
+    assert not ran
+    quantized_linear(half, laid_out, backend="reference")
+    assert len(ran) == 1 and same(ran[0], portable)
+
+
+def test_float32_activations_with_a_packed_layout_come_back_as_float32() -> None:
+    portable = packed(torch.randn(16, 64), 4, 32)
+    x = torch.randn(3, 64)
+    got = quantized_linear(x, decode_layout(portable, torch.bfloat16))
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, x @ portable.dequantize().T, rtol=3e-2, atol=0.3)
+
+
+def test_backends_by_name() -> None:
+    weight, x = packed(torch.randn(16, 64), 4, 32), torch.randn(2, 64)
+    expected = (x.double() @ weight.dequantize(torch.float64).T).float()
+    for layout in (weight, decode_layout(weight, torch.bfloat16)):
+        torch.testing.assert_close(quantized_linear(x, layout, backend="reference"), expected)
+    with pytest.raises(BackendUnavailable, match="triton"):
+        quantized_linear(x, weight, backend="triton")
+    with pytest.raises(ValueError, match=r"^backend: got 'trion'.*did you mean triton"):
+        quantized_linear(x, weight, backend="trion")
+
+
+@pytest.mark.parametrize(
+    ("x", "named"),
+    [
+        (torch.zeros(2, 63), "x"),
+        (torch.zeros(()), "x"),
+        (torch.zeros(2, 64, dtype=torch.int64), "x"),
+        (torch.zeros(2, 64, device="meta"), "x"),
+        ([[0.0] * 64], "x"),
+    ],
+)
+def test_refused_inputs(x: object, named: str) -> None:
+    weight = packed(torch.randn(16, 64), 4, 32)
+    for layout in (weight, decode_layout(weight, torch.bfloat16)):
+        with pytest.raises(ValueError, match=f"^{named}: got"):
+            quantized_linear(x, layout)
+        with pytest.raises(ValueError, match=f"^{named}: got"):
+            choose_backend("quantized_linear", x, layout)
+    with pytest.raises(ValueError, match="^weight: got 'Tensor'"):
+        quantized_linear(torch.zeros(2, 64), torch.zeros(16, 64))

@@ -1,0 +1,48 @@
+"""On a connected machine: OPT-125M by the GPTQ paper's protocol, against its table (Frantar et al. 2023, table 2)."""
+
+import itertools
+
+import pytest
+import torch
+
+from labkit.corpora import CorpusUnavailable, load_text
+from labkit.models import ModelUnavailable, load_model
+from labkit.quality import perplexity
+from labkit.quantization import GPTQConfig, RTNConfig, quantize_
+
+MODEL, LENGTH, SAMPLES = "facebook/opt-125m", 2048, 128
+# WikiText-2, context 2048, one grid a row, calibrated on 128 samples of C4.
+PAPER = {"float": 27.65, "RTN": 37.28, "GPTQ": 31.12}
+
+
+def c4_samples(tokenizer) -> torch.Tensor:
+    """`(SAMPLES, LENGTH)`: the start of the first texts of C4 that are long enough."""
+    datasets = pytest.importorskip("datasets")
+    texts = datasets.load_dataset("allenai/c4", "en", split="train", streaming=True)
+    ids = (tokenizer(row["text"], add_special_tokens=False).input_ids for row in texts)
+    long = itertools.islice((i for i in ids if len(i) >= LENGTH), SAMPLES)
+    return torch.tensor([i[:LENGTH] for i in long])
+
+
+@pytest.fixture(scope="module")
+def texts():
+    try:
+        loaded = load_model(MODEL, dtype=torch.float32)
+        evaluation = load_text("wikitext-2", "eval")
+        calibration = c4_samples(loaded.tokenizer)
+    except (ModelUnavailable, CorpusUnavailable, OSError) as error:
+        pytest.skip(f"takes a network once, for the model and two texts: {error}")
+    ids = torch.tensor(loaded.tokenizer(evaluation, add_special_tokens=False, verbose=False).input_ids)
+    return ids, calibration
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", PAPER)
+def test_opt_125m_is_within_3_percent_of_the_papers_table(texts, method):
+    ids, calibration = texts
+    model = load_model(MODEL, dtype=torch.float32).model
+    if method == "RTN":
+        quantize_(model, RTNConfig(bits=4, group_size=-1))
+    if method == "GPTQ":
+        quantize_(model, GPTQConfig(bits=4, group_size=-1, desc_act=False, damp_percent=0.01), calibration)
+    assert perplexity(model, ids, LENGTH) == pytest.approx(PAPER[method], rel=0.03)
