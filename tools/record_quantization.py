@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from labkit.corpora import load_text, token_batches
-from labkit.hardware import set_threads
+from labkit.hardware import describe
 from labkit.models import DEFAULT_MODEL, load_model, shared_copy
 from labkit.quality import perplexity
 from labkit.quantization import AWQConfig, GPTQConfig, RTNConfig, SmoothQuantConfig, quantize_
@@ -47,7 +47,9 @@ class Recorder:
     """The model, its texts, and the runs so far."""
 
     def __init__(self) -> None:
-        self.threads = set_threads()
+        # All cores, and not what is fastest for a step: these are long runs of large products.
+        self.threads = describe("cpu").cores
+        torch.set_num_threads(self.threads)
         self.loaded = load_model(device="cpu", dtype=torch.float32)
         tokenizer = self.loaded.tokenizer
         self.calibration = token_batches(tokenizer, load_text("pydoc", "calibration"), SAMPLES, LENGTH, seed=0)

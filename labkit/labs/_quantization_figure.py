@@ -191,7 +191,8 @@ def _points(results: Sequence[QuantizationResult], base: float) -> dict[str, lis
         "marker_color": [COLOURS[r.params.method] for r in results],
         "hovertext": [
             f"<b>{setting(r.params)}</b><br>perplexity {plain(r.perplexity)}, float {plain(r.baseline)}<br>"
-            f"{'MEASURED' if r.quality else 'RECORDED'}; {r.sizes.bits_per_weight:.4g} bits a weight"
+            f"{r.sizes.bits_per_weight:.4g} bits a weight; "
+            + ("MEASURED" if r.quality else f"RECORDED {r.recorded.date}:<br>{r.recorded.machine}")
             for r in results
         ],
     }

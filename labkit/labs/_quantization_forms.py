@@ -66,7 +66,7 @@ def _perplexity(result: QuantizationResult, group: str) -> list[Number]:
         note = f"float {plain(quality.baseline)}; {quality.windows} of {quality.of_windows} windows; MEASURED"
         return [Number("perplexity", "perplexity", plain(quality.perplexity), quality.perplexity, group, note)]
     if run:
-        note = f"float {plain(run.baseline)}; RECORDED {run.date}, {run.machine}"
+        note = f"float {plain(run.baseline)}; RECORDED {run.date}"
         return [Number("perplexity", "perplexity", plain(run.perplexity), run.perplexity, group, note)]
     if result.not_recorded:
         return [Number("perplexity", "perplexity", "not recorded", math.nan, group, result.not_recorded)]
@@ -82,10 +82,12 @@ def _errors(result: QuantizationResult, group: str) -> list[Number]:
         shown.append(Number("block_ratio", name, f"{block.ratio:.2f}x", block.ratio, group, note))
         shown.append(Number("block_seconds", "one layer", duration(block.seconds), block.seconds, group, took))
     if errors:
-        note = f"of {len(errors.all)} matrices; MEASURED"
+        note = f"of {len(errors.all)} matrices under RTN; MEASURED"
         kind, layer, worst = errors.worst
-        shown.append(Number("error_median", "RTN's, median", percent(errors.median), errors.median, group, note))
-        shown.append(Number("error_worst", "worst", percent(worst), worst, group, f"{kind}, layer {layer}; MEASURED"))
+        shown.append(Number("error_median", "median error", percent(errors.median), errors.median, group, note))
+        shown.append(
+            Number("error_worst", "worst error", percent(worst), worst, group, f"{kind}, layer {layer}; MEASURED")
+        )
     return shown
 
 

@@ -115,6 +115,7 @@ def test_a_recorded_perplexity_is_hollow_and_a_missing_one_is_said(lab, monkeypa
     move(lab, bits=8)
     assert list(now.y) == [300.0] and list(now.marker.symbol) == ["diamond-open"]
     assert list(now.marker.color) == [COLOURS["GPTQ"]] and "markers" in now.mode
+    assert "RECORDED 2026-11-30:<br>a machine" in now.hovertext[0]
     move(lab, method="RTN")
     assert list(now.marker.symbol) == ["circle"]
     assert list(traces(lab)["earlier perplexity"].marker.symbol) == ["circle", "diamond-open"]
