@@ -34,13 +34,13 @@ def settings() -> Iterator[dict[str, object]]:
         yield from ({"method": method, "bits": bits, "group_size": 64} for method in _METHODS)
     yield {"method": "W8A8", "bits": 8, "group_size": -1}
     for group_size in (64, 32):
-        yield {"method": "GPTQ", "bits": 4, "group_size": group_size, "plan": f"{BUDGET} of 16 bits"}
+        for method in ("AWQ", "GPTQ"):
+            yield {"method": method, "bits": 4, "group_size": group_size, "plan": f"{BUDGET} of 16 bits"}
     for group_size in (32, 16, 96, -1):
         for bits in (4, 3, 8, 2):
             yield {"method": "RTN", "bits": bits, "group_size": group_size}
-    for group_size in (32, 16, -1):
-        for bits in (4, 3):
-            yield from ({"method": method, "bits": bits, "group_size": group_size} for method in ("GPTQ", "AWQ"))
+    for group_size, bits in ((32, 4), (32, 3), (-1, 4), (16, 4), (16, 3)):
+        yield from ({"method": method, "bits": bits, "group_size": group_size} for method in ("GPTQ", "AWQ"))
 
 
 class Recorder:
