@@ -1,4 +1,4 @@
-"""How many CPU threads a decode step runs fastest with: measured, since it hangs on the neighbours too."""
+"""How many CPU threads a decode step runs fastest with: measured, since it depends on the neighbours too."""
 
 import functools
 import os

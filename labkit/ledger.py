@@ -52,7 +52,7 @@ def device_name(device: torch.device | str) -> str:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what a measurement hangs on: Python and the libraries under labkit that are installed."""
+    """Versions of what a measurement depends on: Python and the libraries under labkit that are installed."""
     versions = {"python": platform.python_version()}
     for library in ("torch", "triton", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -42,14 +42,18 @@ def perplexity_stream(
     Arguments are checked at the call, not at the first item.
     """
     model = model.model if isinstance(model, LoadedModel) else model
+    return _stream(model, _checked_windows(model, token_ids, context_length))
+
+
+def _checked_windows(model: object, token_ids: Tensor, context_length: int) -> Tensor:
+    """The whole windows of a text, `(n_windows, context_length)`, for a model that can score them."""
     complete = all(hasattr(model, name) for name in ("config", "base_model", "get_output_embeddings"))
     _check.require(complete, "model", type(model).__name__, "a LoadedModel or a causal LM of transformers")
     ids = _checked_ids(token_ids, model.config.vocab_size)
     takes = f"an integer from 2 to the {ids.numel()} tokens of token_ids"
     _check.integer("context_length", context_length, 2)
     _check.require(context_length <= ids.numel(), "context_length", context_length, takes)
-    windows = ids[: ids.numel() // context_length * context_length].view(-1, context_length)
-    return _stream(model, windows)
+    return ids[: ids.numel() // context_length * context_length].view(-1, context_length)
 
 
 def _checked_ids(token_ids: Tensor, vocab_size: int) -> Tensor:
@@ -72,10 +76,16 @@ def _stream(model: PreTrainedModel, windows: Tensor) -> Iterator[tuple[int, floa
         yield scored, _exp(total / scored)
 
 
+def _hidden(model: PreTrainedModel, window: Tensor) -> Tensor:
+    """What the head reads of a window `(context_length,)` but its last token, which has nothing to predict."""
+    ids = window[None].to(model.device)
+    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+
+
 @torch.no_grad()
 def _negative_log_likelihood(model: PreTrainedModel, window: Tensor) -> float:
     """Sum over the tokens of a window, (context_length,), but its first; in nats. Logits are made piece by piece."""
-    hidden = model.base_model(input_ids=window[None], use_cache=False).last_hidden_state[0, :-1]
+    hidden = _hidden(model, window)
     head, targets = model.get_output_embeddings(), window[1:]
     rows = max(1, _LOGITS_AT_ONCE // model.config.vocab_size)
     total = 0.0
@@ -186,17 +196,24 @@ def compare_models(
     token_ids: Tensor,
     context_length: int,
 ) -> Comparison:
-    """Both models' perplexity, KL(reference || model) and top-1 agreement, over windows as in `perplexity`.
+    """Both models' perplexity, KL(reference || model) and top-1 agreement on the tokens that `perplexity` scores.
 
-    Arguments and errors as there; one window's logits of both models are held at a time.
+    Arguments and errors as there; each model runs once, and its logits are made piece by piece.
     """
     plain = [m.model if isinstance(m, LoadedModel) else m for m in (reference, model)]
-    figures = [perplexity(m, token_ids, context_length) for m in plain]
-    ids = token_ids.reshape(-1)
-    windows = ids[: ids.numel() // context_length * context_length].view(-1, context_length)
-    kl = top1 = 0.0
+    windows = [_checked_windows(m, token_ids, context_length) for m in plain][0]
+    sums = torch.zeros(4, dtype=torch.float64)
     for window in windows:
-        p, q = (m(input_ids=window[None].long().to(m.device), use_cache=False).logits[0] for m in plain)
-        kl += kl_divergence(p, q.to(p.device)) / len(windows)
-        top1 += top1_agreement(p, q.to(p.device)) / len(windows)
-    return Comparison(figures[1], figures[0], kl, top1)
+        hidden = [_hidden(m, window) for m in plain]
+        rows = max(1, _LOGITS_AT_ONCE // plain[0].config.vocab_size)
+        for start in range(0, context_length - 1, rows):
+            targets = window[1 + start : 1 + start + rows]
+            p, q = (
+                m.get_output_embeddings()(h[start : start + rows]).float().cpu()
+                for m, h in zip(plain, hidden, strict=True)
+            )
+            losses = [F.cross_entropy(logits, targets, reduction="sum").item() for logits in (p, q)]
+            shared = len(targets) * torch.tensor([kl_divergence(p, q), top1_agreement(p, q)], dtype=torch.float64)
+            sums += torch.cat((torch.tensor(losses, dtype=torch.float64), shared))
+    before, after, kl, top1 = (sums / (len(windows) * (context_length - 1))).tolist()
+    return Comparison(_exp(after), _exp(before), kl, top1)

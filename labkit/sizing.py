@@ -29,7 +29,7 @@ def bits_per_element(name: str, dtype: torch.dtype | str) -> int:
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """The sizes in a config that its cost hangs on, read once and checked.
+    """The sizes in a config that its cost depends on, read once and checked.
 
     Covers `transformers`' llama, qwen2 (biases on q, k and v) and qwen3 (RMS norms over each head of q and k).
     """

@@ -228,13 +228,15 @@ def test_a_comparison_holds_the_figures_of_its_parts(model, tokens):
         for parameter in other.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     found = quality.compare_models(model, other, tokens, 50)
-    assert found.perplexity == perplexity(other, tokens, 50)
-    assert found.reference_perplexity == perplexity(model, tokens, 50)
+    assert found.perplexity == pytest.approx(perplexity(other, tokens, 50), rel=1e-5)
+    assert found.reference_perplexity == pytest.approx(perplexity(model, tokens, 50), rel=1e-5)
     windows = tokens[:100].view(2, 50)
     with torch.no_grad():
-        p, q = model(input_ids=windows).logits, other(input_ids=windows).logits
+        p, q = model(input_ids=windows).logits[:, :-1], other(input_ids=windows).logits[:, :-1]
     assert found.kl == pytest.approx(kl_divergence(p, q), rel=1e-4) and found.kl > 0
     assert found.top1 == pytest.approx(top1_agreement(p, q)) and found.top1 < 1
     assert found.loss_rise == pytest.approx(math.log(found.perplexity / found.reference_perplexity))
     same = quality.compare_models(model, model, tokens, 50)
     assert same.kl == pytest.approx(0.0, abs=1e-6) and same.top1 == 1.0 and "(+0.0%)" in str(same)
+    with pytest.raises(ValueError, match="^context_length"):
+        quality.compare_models(model, other, tokens, 200)

@@ -10,10 +10,10 @@ def keys() -> list[tuple[object, ...]]:
     return [tuple(s.get(key) for key in ("method", "bits", "group_size", "plan")) for s in settings()]
 
 
-def test_no_setting_comes_twice_and_the_chapters_table_comes_first():
+def test_no_setting_comes_twice_and_the_chapters_tables_come_first():
     found = keys()
     assert len(found) == len(set(found))
-    assert set(found[:12]) == {(m, b, 64, None) for m in ("RTN", "GPTQ", "AWQ") for b in (2, 3, 4, 8)}
+    assert {(m, b, 64, None) for m in ("RTN", "GPTQ", "AWQ") for b in (2, 3, 4, 8)} < set(found[:15])
 
 
 def test_what_is_recorded_is_not_run_again(monkeypatch, tmp_path):

@@ -9,11 +9,14 @@ from labkit.ledger import library_versions
 from labkit.measure import device_name
 
 
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], capture_output=True, text=True, cwd=DATA.parent).stdout.strip()
+
+
 def short_commit() -> str:
-    """The commit that is checked out, with a plus where files differ from it; "unknown" outside a checkout."""
-    asked = ["git", "describe", "--always", "--abbrev=7", "--dirty=+"]
-    done = subprocess.run(asked, capture_output=True, text=True, cwd=DATA.parent)
-    return done.stdout.strip() or "unknown"
+    """The commit that is checked out, with a plus where code differs from it; "unknown" outside a checkout."""
+    changed = _git("status", "--porcelain", "--", "labkit", "tools")
+    return (_git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
 
 
 def machine(threads: int) -> dict[str, str]:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from labkit import _check
 
 PACKED_BITS = (2, 3, 4, 8)
-# Eight values take a whole number of bytes at every width.
-_VALUES = 8
+# At every width 8 values take a whole number of bytes, and 32 as many words as a value has bits.
+_BYTES_OF, _WORDS_OF = 8, 32
 
 
 def words_per_row(length: int, bits: int) -> int:
@@ -32,9 +32,8 @@ def pack_bits(values: torch.Tensor, bits: int) -> torch.Tensor:
         low, high = (int(value) for value in values.aminmax())
         _check.require(low >= 0 and high < 1 << bits, "values", f"{low} to {high}", f"0 to {(1 << bits) - 1}")
     length = values.shape[-1]
-    padding = 4 * words_per_row(length, bits) * 8 // bits + _VALUES
-    padded = F.pad(values.to(torch.uint8), (0, (padding - length) // _VALUES * _VALUES + -length % _VALUES))
-    stream = _bytes_of(padded.unflatten(-1, (-1, _VALUES)), bits).flatten(-2)
+    padded = F.pad(values.to(torch.uint8), (0, -length % _WORDS_OF))
+    stream = _bytes_of(padded.unflatten(-1, (-1, _BYTES_OF)), bits).flatten(-2)
     words = values.new_empty((*values.shape[:-1], words_per_row(length, bits)), dtype=torch.int32)
     words.view(torch.uint8).copy_(stream[..., : 4 * words.shape[-1]])
     return words

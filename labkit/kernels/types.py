@@ -9,15 +9,16 @@ from labkit import _check
 from labkit.kernels.bits import PACKED_BITS, unpack_bits, words_per_row
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """A matrix `(out_features, in_features)` of integers of 2, 3, 4 or 8 bits with a scale for each group of columns.
 
     w[n, k] = (q[n, k] - z[n, g]) * s[n, g], where g is the group of column k.
     qweight: int32 `(out_features, ceil(in_features * bits / 32))`, rows packed as `labkit.kernels.bits` says.
-    scales: `(out_features, groups)`, bfloat16 or float32. zeros: uint8 `(out_features, groups)`; None for symmetric
-    quantization, where z is 2^(bits - 1). g_idx: int32 `(in_features,)`, the group of each column; None where groups
-    are consecutive columns, which act-order changes.
+    scales: `(out_features, groups)`, bfloat16, float16 or float32. zeros: uint8 `(out_features, groups)`; None for
+    symmetric quantization, where z is 2^(bits - 1). g_idx: int32 `(in_features,)`, the group of each column; None where
+    groups are consecutive columns, which act-order changes. Two are equal where they are one object: tensors have no
+    truth value.
     Errors: ValueError for shapes or dtypes that do not fit together.
     """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -55,7 +54,7 @@ class Models:
         if self._fast is None:
             model = self.loaded.model
             same = model.dtype is torch.bfloat16
-            self._fast = model if same else copy.deepcopy(model).to(torch.bfloat16)
+            self._fast = model if same else shared_copy(model).to(torch.bfloat16)
         return self._fast
 
     def refuse_if_too_large(self, params: QuantizationParams, free_bytes: int) -> None:

@@ -18,10 +18,10 @@ class _Round(torch.autograd.Function):
     """(clamp(round(u), 0, top) - z) * s, u in codes; the gradient goes through the rounding as if it were not there.
 
     latent u `(out_features, groups, group)`, steps and zeros `(out_features, groups)`; returns `(out_features,
-    in_features)` in `dtype`. Bengio, Leonard and Courville 2013: the straight-through estimator, which passes nothing
-    on for a code at the grid's end that would go further. With u in codes, the gradient of the step size is the code
-    itself, sum over the group of g * (q - z); LSQ (Esser et al. 2020, equation 3), which holds u * s in place of u,
-    subtracts u from that.
+    in_features)` in `dtype`. Bengio, Leonard and Courville 2013: the straight-through estimator. A u beyond the grid's
+    end gets no gradient that would take it further out, and all of one that brings it back.
+    With u in codes, the gradient of the step size is the code itself, sum over the group of g * (q - z); LSQ (Esser et
+    al. 2020, equation 3), which holds u * s in place of u, subtracts u from that.
     """
 
     @staticmethod
@@ -47,7 +47,9 @@ class _Round(torch.autograd.Function):
         codes = rounded.clamp(0, ctx.top)
         of_latent = None
         if ctx.needs_input_grad[0]:
-            of_latent = (gradient * scales[..., None]).mul_(rounded == codes)
+            of_latent = gradient * scales[..., None]
+            # Descent goes against the gradient: out at the low end where that is positive.
+            of_latent.masked_fill_((rounded - codes) * of_latent < 0, 0.0)
         of_steps = codes.sub_(zeros[..., None]).mul_(gradient).sum(-1) if ctx.needs_input_grad[1] else None
         return of_latent, of_steps, None, None, None
 

@@ -17,7 +17,7 @@ from torch import nn
 from labkit import _check
 from labkit.kernels.types import PackedWeight
 from labkit.quantization._qat_layers import FakeQuantLinear
-from labkit.quantization._qat_training import Course
+from labkit.quantization._qat_training import TrainingState
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _TRAINED = ("latent", "relative")
@@ -31,28 +31,30 @@ class Saved:
     record: dict[str, object]
 
     @property
-    def course(self) -> Course:
-        return Course(list(self.record["losses"]), self.record["seconds"])
+    def state(self) -> TrainingState:
+        return TrainingState(list(self.record["losses"]), self.record["seconds"])
 
     def start(self, name: str) -> PackedWeight:
         """The packed weight that matrix `name` began with."""
         found = {field: self.tensors.get(f"{name}/start/{field}") for field in ("qweight", "scales", "zeros", "g_idx")}
         return PackedWeight(**found, **self.record["formats"][name])
 
-    def restore(self, twins: Mapping[str, FakeQuantLinear], optimizer: torch.optim.Optimizer) -> None:
+    def restore(self, fake_quant: Mapping[str, FakeQuantLinear], optimizer: torch.optim.Optimizer) -> None:
         """Put parameters and the optimizer's moments back."""
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for name, parameter in _trained(twins):
+        for name, parameter in _trained(fake_quant):
             if id(parameter) not in known:
                 continue
             with torch.no_grad():
                 parameter.copy_(self.tensors[name])
             moments = {moment: self.tensors[f"{name}/{moment}"].to(parameter.device) for moment in _MOMENTS}
-            optimizer.state[parameter] = {"step": torch.tensor(float(len(self.record["losses"]))), **moments}
+            # Fused Adam counts steps where the parameter lies.
+            step = torch.tensor(float(len(self.record["losses"])), device=parameter.device)
+            optimizer.state[parameter] = {"step": step, **moments}
 
 
-def _trained(twins: Mapping[str, FakeQuantLinear]) -> list[tuple[str, nn.Parameter]]:
-    return [(f"{name}/{kind}", getattr(twin, kind)) for name, twin in twins.items() for kind in _TRAINED]
+def _trained(fake_quant: Mapping[str, FakeQuantLinear]) -> list[tuple[str, nn.Parameter]]:
+    return [(f"{name}/{kind}", getattr(layer, kind)) for name, layer in fake_quant.items() for kind in _TRAINED]
 
 
 def fingerprint(linears: Mapping[str, nn.Linear], ids: torch.Tensor) -> str:
@@ -67,23 +69,22 @@ def fingerprint(linears: Mapping[str, nn.Linear], ids: torch.Tensor) -> str:
 
 def save(
     path: Path,
-    twins: Mapping[str, FakeQuantLinear],
+    fake_quant: Mapping[str, FakeQuantLinear],
     optimizer: torch.optim.Optimizer,
-    course: Course,
+    state: TrainingState,
     identity: Mapping[str, object],
 ) -> None:
     """Write the state to a file beside `path`, then rename it: `path` always holds a whole state."""
     tensors, formats = {}, {}
-    for name, twin in twins.items():
-        start = twin.start
+    for name, layer in fake_quant.items():
+        start = layer.start
         formats[name] = {"bits": start.bits, "group_size": start.group_size, "in_features": start.in_features}
-        # A copy: matrices that read one input share their g_idx, and safetensors refuses shared memory.
-        tensors |= {f"{name}/start/{field}": tensor.clone() for field, tensor in start.tensors.items()}
-    for name, parameter in _trained(twins):
+        tensors |= {f"{name}/start/{field}": tensor for field, tensor in start.tensors.items()}
+    for name, parameter in _trained(fake_quant):
         if parameter in optimizer.state:
             tensors[name] = parameter.detach()
             tensors |= {f"{name}/{moment}": optimizer.state[parameter][moment] for moment in _MOMENTS}
-    record = {"identity": identity, "formats": formats, "losses": course.losses, "seconds": course.seconds}
+    record = {"identity": identity, "formats": formats, "losses": state.losses, "seconds": state.seconds}
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         save_file(tensors, partial, metadata={"qat": json.dumps(record)})
@@ -95,9 +96,13 @@ def save(
 def load(path: Path | None, identity: Mapping[str, object]) -> Saved | None:
     """The state at `path`, None where there is no such file.
 
-    Errors: ValueError for a file that is none, and for one of another model, text or config, naming what differs.
+    Errors: ValueError for a file that is none, for one of another model, text or config, naming what differs, and for
+    a folder that is not there, which else the first save would find.
     """
-    if path is None or not path.exists():
+    if path is None:
+        return None
+    _check.require(path.parent.is_dir(), "state_path", str(path), "a path in a folder that exists")
+    if not path.exists():
         return None
     takes = "a file that does not exist yet, or one that this training wrote"
     try:

@@ -19,7 +19,7 @@ _WARMUP_SHARE = 0.05
 
 
 @dataclass
-class Course:
+class TrainingState:
     """How far a training has come: the loss of each step done, and the seconds that those took."""
 
     losses: list[float] = field(default_factory=list)
@@ -38,17 +38,17 @@ def learning_rate_share(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def batch_places(step: int, n_samples: int, batch_size: int, seed: int) -> list[int]:
+def batch_indices(step: int, n_samples: int, batch_size: int, seed: int) -> list[int]:
     """Which samples step `step` (from 0) trains on: each once, in random order, before any comes again.
 
     A function of its arguments alone, so that a training that goes on does so where it stopped.
     """
-    places = []
-    for place in range(step * batch_size, (step + 1) * batch_size):
-        epoch, within = divmod(place, n_samples)
+    indices = []
+    for index in range(step * batch_size, (step + 1) * batch_size):
+        epoch, within = divmod(index, n_samples)
         order = torch.randperm(n_samples, generator=torch.Generator().manual_seed((seed + epoch) % 2**64))
-        places.append(int(order[within]))
-    return places
+        indices.append(int(order[within]))
+    return indices
 
 
 @contextlib.contextmanager
@@ -66,13 +66,13 @@ class Teacher:
         self._hidden: dict[int, torch.Tensor] = {}
 
     @torch.no_grad()
-    def hidden(self, place: int, ids: torch.Tensor) -> torch.Tensor:
-        """Of sample `place`, whose tokens are `ids (seq_len,)`: `(seq_len, hidden_size)`."""
-        if place not in self._hidden:
+    def hidden(self, index: int, ids: torch.Tensor) -> torch.Tensor:
+        """Of sample `index`, whose tokens are `ids (seq_len,)`: `(seq_len, hidden_size)`."""
+        if index not in self._hidden:
             with self._teaching(), computing_in(self._dtype, self._model.device):
                 out = self._model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-            self._hidden[place] = out.to(self._dtype)
-        return self._hidden[place]
+            self._hidden[index] = out.to(self._dtype)
+        return self._hidden[index]
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -99,12 +99,12 @@ class Objective:
     teacher: Teacher | None
     dtype: torch.dtype
 
-    def backward(self, places: Sequence[int], batch: torch.Tensor) -> float:
-        """The loss of `batch (batch_size, seq_len)`, samples `places`; its gradients are added to the parameters'."""
+    def backward(self, indices: Sequence[int], batch: torch.Tensor) -> float:
+        """The loss of `batch (batch_size, seq_len)`, samples `indices`; its gradients are added to the parameters'."""
         taught = None
         if self.distillation:
-            pairs = zip(places, batch, strict=True)
-            taught = torch.stack([self.teacher.hidden(place, ids) for place, ids in pairs]).flatten(0, 1)
+            pairs = zip(indices, batch, strict=True)
+            taught = torch.stack([self.teacher.hidden(index, ids) for index, ids in pairs]).flatten(0, 1)
         with computing_in(self.dtype, batch.device):
             hidden = self.model.base_model(input_ids=batch, use_cache=False).last_hidden_state
             # Cut off here: logits and their gradients are made a piece at a time and add up in the leaf.
@@ -139,7 +139,7 @@ class Objective:
 class Loop:
     """`steps` steps of Adam (Kingma and Ba 2015; no weight decay) over samples `ids (n_samples, seq_len)`.
 
-    `groups`: parameters with their full learning rate. `save(course)` is called every `save_every` steps and at the
+    `groups`: parameters with their full learning rate. `save(state)` is called every `save_every` steps and at the
     end; `watch(step)` before the first step and after each, outside of the clock.
     """
 
@@ -150,7 +150,7 @@ class Loop:
     seed: int
     time_limit_s: float | None = None
     save_every: int = 100
-    save: Callable[[Course], None] = lambda _: None
+    save: Callable[[TrainingState], None] = lambda _: None
     watch: Callable[[int], None] = lambda _: None
 
     def optimizer(self) -> torch.optim.Adam:
@@ -158,36 +158,36 @@ class Loop:
         return torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True)
 
     def run(
-        self, objective: Objective, optimizer: torch.optim.Adam, course: Course, update: Callable[[int], None]
+        self, objective: Objective, optimizer: torch.optim.Adam, state: TrainingState, update: Callable[[int], None]
     ) -> None:
-        """Train from where `course` stands, which is kept up; `update(done)` moves a progress bar.
+        """Train from where `state` stands, which is kept up; `update(done)` moves a progress bar.
 
         Errors: FloatingPointError for a loss that is no longer finite.
         """
         full = [group["lr"] for group in optimizer.param_groups]
-        spent, saved = 0.0, course.step
-        if not course.step:
+        spent, saved = 0.0, state.step
+        if not state.step:
             self.watch(0)
-        while course.step < self.steps and (self.time_limit_s is None or spent < self.time_limit_s):
+        while state.step < self.steps and (self.time_limit_s is None or spent < self.time_limit_s):
             begin = time.perf_counter()
             for group, rate in zip(optimizer.param_groups, full, strict=True):
-                group["lr"] = rate * learning_rate_share(course.step, self.steps)
-            loss = self._step(objective, optimizer, course.step)
+                group["lr"] = rate * learning_rate_share(state.step, self.steps)
+            loss = self._step(objective, optimizer, state.step)
             seconds = time.perf_counter() - begin
             spent += seconds
-            course.losses.append(loss)
-            course.seconds += seconds
-            update(course.step)
-            if course.step % self.save_every == 0:
-                self.save(course)
-                saved = course.step
-            self.watch(course.step)
-        if saved != course.step:
-            self.save(course)
+            state.losses.append(loss)
+            state.seconds += seconds
+            update(state.step)
+            if state.step % self.save_every == 0:
+                self.save(state)
+                saved = state.step
+            self.watch(state.step)
+        if saved != state.step:
+            self.save(state)
 
     def _step(self, objective: Objective, optimizer: torch.optim.Adam, step: int) -> float:
-        places = batch_places(step, len(self.ids), self.batch_size, self.seed)
-        loss = objective.backward(places, self.ids[places])
+        indices = batch_indices(step, len(self.ids), self.batch_size, self.seed)
+        loss = objective.backward(indices, self.ids[indices])
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss of step {step + 1} is {loss}: a lower learning_rate may help")
         optimizer.step()

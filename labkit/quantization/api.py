@@ -27,8 +27,7 @@ from labkit.quantization.calibration import (
 )
 from labkit.quantization.fp8 import FP8Config
 from labkit.quantization.gptq import GPTQConfig
-from labkit.quantization.linear import QuantEmbedding
-from labkit.quantization.packing import weight_bytes
+from labkit.quantization.linear import QuantEmbedding, QuantLinear
 from labkit.quantization.plan import Plan, check_bits, check_weights, plan
 from labkit.quantization.qat import QATConfig, QATReport, QATRun
 from labkit.quantization.report import MatrixReport, QuantizationReport, output_error
@@ -37,14 +36,19 @@ from labkit.quantization.smoothquant import SmoothQuantConfig
 
 
 class QuantizationInterrupted(RuntimeError):
-    """Quantizing stopped in the middle. `converted` names the matrices that are quantized already; all others are as
-    they were. The cause is chained."""
+    """Quantizing stopped in the middle. `converted` names the matrices that are quantized; each layer is done or not.
+
+    With AWQ and SmoothQuant the norms of finished layers, and the matrices that stay in float there, carry folded
+    scales. Outside the layers that the message names, all is as it was. The cause is chained.
+    """
 
     def __init__(self, converted: Sequence[str], layers: Sequence[str], cause: BaseException) -> None:
         self.converted = tuple(converted)
-        done = f"{layers[0]} to {layers[-1]} ({len(self.converted)} matrices)" if layers else "none"
-        text = f"{type(cause).__name__}: {cause}. Quantized so far: {done}; everything else is unchanged"
-        super().__init__(f"{text}. Load the model again to start over." if layers else f"{text}.")
+        done = "none; everything else is unchanged."
+        if layers:
+            done = f"{layers[0]} to {layers[-1]} ({len(self.converted)} matrices); outside of these layers nothing is "
+            done += "changed. Load the model again to start over."
+        super().__init__(f"{type(cause).__name__}: {cause}. Quantized so far: {done}")
 
 
 # The room of each config: `quantize_layer(task) -> LayerResult`, and whether it needs calibration text. A room with
@@ -73,8 +77,9 @@ def quantize_(
 
     calibration: token ids `(n_samples, seq_len)`, as `token_batches` returns; RTN and FP8 take none, others need it.
     modules_to_not_convert: names, or dotted parts of names, of matrices to leave alone. Embedding and norms always are
-    (`quantize_embedding_` does the former); a head is quantized where this is empty. bits_per_module: another number
-    of bits for some matrices, by full name. progress: a bar in a terminal, a line every ten seconds elsewhere.
+    (`quantize_embedding_` does the former, and comes afterwards: a model of which any part is quantized is refused); a
+    head is quantized where this is empty. bits_per_module: another number of bits for some matrices, by full name.
+    progress: a bar in a terminal, a line every ten seconds elsewhere.
     Goes layer by layer: beside the model it holds the calibration text's hidden states and one layer's work. Each layer
     sees the inputs that the layers before it, quantized already, give it. A QATConfig goes on from there to train the
     whole model: it returns a QATReport, and leaves the model as it was if anything goes wrong.
@@ -83,7 +88,6 @@ def quantize_(
     """
     begin = time.perf_counter()
     model = model.model if isinstance(model, LoadedModel) else model
-    _check.require(isinstance(model, PreTrainedModel), "model", type(model).__name__, "a transformers causal LM")
     known = " or ".join(kind.__name__ for kind in _ROOMS)
     _check.require(type(config) in _ROOMS, "config", type(config).__name__, f"{known}")
     todo = plan(model, modules_to_not_convert)
@@ -133,6 +137,9 @@ class _Run:
                 inputs = None if self.ids is None else LayerInputs(self.model, self.ids, todo.layers[0][1])
                 for i, (name, layer, linears) in enumerate(todo.layers):
                     self._layer(name, layer, linears, inputs)
+                    # Nothing reads what the last layer gives: a head takes its inputs from passes of its own.
+                    if inputs is not None and i + 1 < len(todo.layers):
+                        inputs.advance(layer)
                     update(i + 1)
                 if todo.outside:
                     self._outside(todo.outside)
@@ -149,8 +156,6 @@ class _Run:
             # The last reference to the float weights: they go as their layer is done.
             linears.clear()
             give_back_freed_memory()
-        if inputs is not None:
-            inputs.advance(layer)
 
     def _outside(self, linears: dict[str, nn.Linear]) -> None:
         """A head reads what the whole model makes: one more pass, where calibration is used at all."""
@@ -188,16 +193,17 @@ class _Run:
             setattr(self.model.get_submodule(parent), child, new.module)
 
     def _report(self, task: LayerTask, name: str, new: Replacement) -> MatrixReport:
-        weight = task.linears[name].weight
         known = task.statistics.get(name)
-        error = None if known is None else output_error(weight, new.approximation, known.gram)
-        nbytes = weight_bytes(new.module) - (0 if new.module.bias is None else new.module.bias.nbytes)
-        return MatrixReport(name, task.config_of(name).bits, nbytes, weight.numel(), error)
+        error = None if known is None else output_error(task.linears[name].weight, new.approximation, known.gram)
+        return MatrixReport.of(name, task.config_of(name).bits, new.module, error)
 
 
 @torch.no_grad()
 def quantize_embedding_(model: PreTrainedModel | LoadedModel, config: RTNConfig) -> None:
-    """Replace the table of the input embedding by a packed one, in place. A tied head keeps the float table.
+    """Replace the table of the input embedding by a packed one, in place; after `quantize_`, where both are wanted.
+
+    A head that is tied to the table goes with it: both read one packed table, as long as the head's matmul takes it as
+    it is (on a CPU in bfloat16 it lies in an order of its own, a second copy).
 
     Errors: ValueError for a table that is packed already or not finite, and groups that do not divide its width.
     """
@@ -209,4 +215,7 @@ def quantize_embedding_(model: PreTrainedModel | LoadedModel, config: RTNConfig)
         bool(table.weight.isfinite().all()), "model", "NaN or an infinity in the embedding", "finite weights"
     )
     packed = round_to_nearest(table.weight, config)
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear) and head.weight is table.weight:
+        model.set_output_embeddings(QuantLinear(packed, head.bias, dtype=table.weight.dtype))
     model.set_input_embeddings(QuantEmbedding(packed, table.weight.dtype))

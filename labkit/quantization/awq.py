@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from labkit import _check
 from labkit.models import LoadedModel
 from labkit.quantization.calibration import InputStatistics, LayerResult, LayerTask, Replacement
-from labkit.quantization.folding import Link, fold, fold_model_, links
+from labkit.quantization.folding import Link, fold, fold_model_, note_what_is_not_scaled, scaled_together
 from labkit.quantization.linear import QuantLinear
 from labkit.quantization.packing import pack_weight
 from labkit.quantization.primitives import Grid, check_format, group_length, minmax_grid
@@ -151,11 +151,11 @@ def _choose(
     One group: weight and others `(rows, group)`. The first step comes before those that do no better.
     """
     started = shrink.clone()
-    for step in steps:
+    for i, step in enumerate(steps):
         tried = (started + step).clamp(0.3, 1.0)
         change = _difference(weight, config, tried[:, None])
         error = ((change @ gram + 2 * others) * change).sum(1)
-        if step is steps[0]:
+        if i == 0:
             least, kept = error, change
             shrink.copy_(tried)
             continue
@@ -164,14 +164,6 @@ def _choose(
         kept = torch.where(better[:, None], change, kept)
         shrink.copy_(torch.where(better, tried, shrink))
     return kept
-
-
-def scaled_together(task: LayerTask) -> Iterator[tuple[Link, list[str]]]:
-    """The places in the layer where a scale can be folded, each with the matrices to be quantized that read it."""
-    for link in links(task.module):
-        names = [name for part in link.readers if (name := f"{task.name}.{part}") in task.linears]
-        if names:
-            yield link, names
 
 
 def find_scales(task: LayerTask) -> dict[Link, Tensor]:
@@ -188,9 +180,7 @@ def quantize_layer(task: LayerTask) -> LayerResult:
     """Scales first, for the whole layer; then each matrix as the folds leave it, rounded under the clipping found."""
     folded = fold(task.module, find_scales(task))
     local = {name: name.removeprefix(f"{task.name}.") for name in task.linears}
-    plain = [name for name in task.linears if local[name] not in folded.columns]
-    if plain:
-        task.notes.append(f"{', '.join(plain)}: no operation before it that a scale can be folded into; not scaled")
+    note_what_is_not_scaled(task)
     found: dict[str, Replacement] = {}
     for name, linear in task.linears.items():
         config, columns = task.config_of(name), folded.columns.get(local[name])

@@ -94,7 +94,7 @@ def check_calibration(model: PreTrainedModel, calibration: object) -> torch.Tens
     """Calibration token ids as `(n_samples, seq_len)`, from that or from as many 1-D tensors of one length.
 
     Errors: ValueError for none, for samples of unequal length, which would be padded or left out in silence, for one
-    token or more than the model's positions, and for ids outside the vocabulary.
+    token or more than the positions that the config names, and for ids outside the vocabulary.
     """
     takes = "token ids (n_samples, seq_len), as token_batches returns"
     if isinstance(calibration, Sequence) and not isinstance(calibration, str):
@@ -106,10 +106,11 @@ def check_calibration(model: PreTrainedModel, calibration: object) -> torch.Tens
         calibration = torch.stack(list(calibration))
     _check.require(calibration is not None, "calibration", None, takes)
     ids = _check.tensor("calibration", calibration, ndim=2, dtypes=(torch.int64, torch.int32))
-    positions = model.config.max_position_embeddings
-    got = f"shape {tuple(ids.shape)}"
-    ok = ids.shape[0] > 0 and 2 <= ids.shape[1] <= positions
-    _check.require(ok, "calibration", got, f"{takes}, at least one sample of 2 to {positions} tokens")
+    # Where positions are no table and no rotation, such as ALiBi's, a model has no longest text.
+    positions = getattr(model.config, "max_position_embeddings", None)
+    got, span = f"shape {tuple(ids.shape)}", "2 tokens or more" if positions is None else f"2 to {positions} tokens"
+    ok = ids.shape[0] > 0 and 2 <= ids.shape[1] and (positions is None or ids.shape[1] <= positions)
+    _check.require(ok, "calibration", got, f"{takes}, at least one sample of {span}")
     low, high, vocab = int(ids.min()), int(ids.max()), model.config.vocab_size
     _check.require(0 <= low and high < vocab, "calibration", f"ids from {low} to {high}", f"ids from 0 to {vocab - 1}")
     return ids.long()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -14,8 +14,16 @@ from labkit.quality import perplexity
 from labkit.quantization import awq, gptq, rtn
 from labkit.quantization.api import quantize_, quantize_embedding_
 from labkit.quantization.awq import AWQConfig
-from labkit.quantization.calibration import InputStatistics, LayerInputs, LayerTask, check_calibration
+from labkit.quantization.calibration import (
+    InputStatistics,
+    LayerInputs,
+    LayerTask,
+    check_calibration,
+    decoder_layers,
+)
 from labkit.quantization.gptq import GPTQConfig
+from labkit.quantization.linear import QuantLinear
+from labkit.quantization.packing import weight_bytes
 from labkit.quantization.plan import plan
 from labkit.quantization.report import output_error
 from labkit.quantization.rtn import RTNConfig, round_to_nearest
@@ -99,44 +107,67 @@ def ratio_curves(task: LayerTask, config: AWQConfig) -> tuple[list[float], dict[
     return [i / config.n_grid for i in range(config.n_grid)], curves
 
 
+def act_order_layout(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """A copy in which the columns of each packed group are scattered over the row, as act-order leaves them. The codes
+    stay where they are, so that it computes something else: for timing what the layout costs, and nothing more."""
+    copied, generator = shared_copy(model), torch.Generator().manual_seed(seed)
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear):
+            weight = module.portable()
+            order = torch.randperm(weight.in_features, generator=generator).to(weight.device)
+            scattered = replace(weight, g_idx=(order // weight.group_size).to(torch.int32))
+            copied.set_submodule(name, QuantLinear(scattered, module.bias, dtype=model.dtype))
+    return copied
+
+
 @dataclass(frozen=True)
 class PartResult:
-    """A part of the model quantized alone: perplexity over the float model's, and the bytes of 16-bit weights saved."""
+    """A part of the model quantized alone: perplexity over the float model's, and the bytes saved of a model whose
+    float weights are 16 bits wide; below 0 where a packed copy comes beside a table that another part still reads."""
 
     name: str
     ratio: float
     saved: int
 
 
-def _round_norms_(model: PreTrainedModel, config: RTNConfig) -> int:
-    """Round every norm's gain to the grid, kept in float: there are too few of them to be worth packing."""
-    saved = 0
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            packed = round_to_nearest(parameter[None], config)
-            parameter.data = packed.dequantize(parameter.dtype)[0]
-            saved += 2 * parameter.numel() - packed.nbytes
-    return saved
+def _round_norms_(model: PreTrainedModel, config: RTNConfig) -> None:
+    """Round every norm's gain to the grid. They stay float tensors: there are too few of them to be worth packing."""
+    for module in model.modules():
+        gain = getattr(module, "weight", None)
+        if type(module).__name__.endswith("Norm") and isinstance(gain, torch.Tensor):
+            gain.data = round_to_nearest(gain[None], config).dequantize(gain.dtype)[0]
+
+
+def _changed(model: PreTrainedModel, part: str, config: RTNConfig) -> PreTrainedModel:
+    """A copy with one part rounded."""
+    copied = shared_copy(model)
+    if part == "norms":
+        _round_norms_(copied, config)
+    elif part == "head":
+        layers, _ = decoder_layers(copied)
+        quantize_(copied, config, modules_to_not_convert=(layers,), progress=False)
+    else:
+        quantize_embedding_(copied, config)
+    return copied
+
+
+def _bytes_in_16_bits(model: PreTrainedModel) -> int:
+    """Of all weights, were the float ones 16 bits wide; packed ones as they are."""
+    return weight_bytes(model) - sum(p.nbytes - 2 * p.numel() for p in set(model.parameters()))
 
 
 @torch.no_grad()
 def parts(model: PreTrainedModel, token_ids: torch.Tensor, context_length: int) -> Iterator[PartResult]:
-    """What a model loses when the parts that quantizers leave alone are rounded to nearest, each alone, at 8 and at 4
-    bits with groups of 64: the head, the input embedding, the norms' gains (those only as numbers, not as bytes).
+    """What a model loses when parts that quantizers leave alone are rounded to nearest, each alone, at 8 and at 4 bits:
+    the head, the input embedding (with the head, where one table serves both), and the norms' gains, these as numbers
+    and not as bytes. Groups of 64.
 
     Measured as perplexity on `token_ids`; `model` is left as it was.
     """
-    base = perplexity(model, token_ids, context_length)
+    base, whole = perplexity(model, token_ids, context_length), _bytes_in_16_bits(model)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     for bits in (8, 4):
-        config = RTNConfig(bits, 64)
-        for name in ("head", "embedding", "norms"):
-            changed = shared_copy(model)
-            table = model.get_input_embeddings().weight
-            saved = 2 * table.numel() - round(table.numel() * (bits + 24 / 64) / 8)
-            if name == "head":
-                quantize_(changed, config, modules_to_not_convert=("layers",), progress=False)
-            elif name == "embedding":
-                quantize_embedding_(changed, config)
-            else:
-                saved = _round_norms_(changed, config)
-            yield PartResult(f"{name}, {bits} bits", perplexity(changed, token_ids, context_length) / base, saved)
+        for part in ("head", "embedding and head" if tied else "embedding", "norms"):
+            changed = _changed(model, part, RTNConfig(bits, 64))
+            ratio = perplexity(changed, token_ids, context_length) / base
+            yield PartResult(f"{part}, {bits} bits", ratio, whole - _bytes_in_16_bits(changed))

@@ -7,7 +7,7 @@ does not change. AWQ and SmoothQuant both rest on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,12 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from labkit.models import LoadedModel
-from labkit.quantization.calibration import (
-    LayerInputs,
-    LayerTask,
-    check_calibration,
-    decoder_layers,
-)
+from labkit.quantization.calibration import LayerInputs, LayerTask, check_calibration
+from labkit.quantization.plan import check_weights, plan
 
 # Layers whose norms are x / rms(x) * gain, whose MLP is down(act(gate(x)) * up(x)) and in which nothing but attention's
 # weighted sum over tokens stands between v_proj and o_proj.
@@ -66,6 +62,22 @@ def links(layer: nn.Module | None) -> tuple[Link, ...]:
         Link("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
         Link("mlp.up_proj", ("mlp.down_proj",)),
     )
+
+
+def scaled_together(task: LayerTask) -> Iterator[tuple[Link, list[str]]]:
+    """The places in the layer where a scale can be folded, each with the matrices to be quantized that read it."""
+    for link in links(task.module):
+        names = [name for part in link.readers if (name := f"{task.name}.{part}") in task.linears]
+        if names:
+            yield link, names
+
+
+def note_what_is_not_scaled(task: LayerTask) -> None:
+    """Name, in the task's notes, the matrices that no scale can be found for."""
+    scaled = {name for _, names in scaled_together(task) for name in names}
+    plain = [name for name in task.linears if name not in scaled]
+    if plain:
+        task.notes.append(f"{', '.join(plain)}: no operation before it that a scale can be folded into; not scaled")
 
 
 @dataclass(frozen=True)
@@ -148,16 +160,23 @@ def fold_model_(
     """Fold the scales that `find` gives for each decoder layer, in place, and quantize nothing: the model computes
     what it did before, up to rounding. calibration: token ids `(n_samples, seq_len)`.
 
-    Errors: ValueError for calibration that is not that.
+    Errors: ValueError, before anything is touched, for what is no transformers model, for one that is quantized, for
+    weights that are not finite or that the config's groups do not fit, and for calibration that is not that.
     """
     model = model.model if isinstance(model, LoadedModel) else model
+    layers = plan(model, ()).layers
+    for _, _, linears in layers:
+        check_weights(linears, config)
     ids = check_calibration(model, calibration)
-    prefix, layers = decoder_layers(model)
-    inputs = LayerInputs(model, ids, layers[0])
-    for i, layer in enumerate(layers):
-        name = f"{prefix}.{i}"
-        linears = {f"{name}.{part}": m for part, m in layer.named_modules() if isinstance(m, nn.Linear)}
-        task = LayerTask(name, layer, linears, inputs.statistics(layer, linears), config)
-        for parameter, value in fold(layer, find(task)).writes(()):
-            parameter.data = value.to(parameter.dtype)
-        inputs.advance(layer)
+    training = model.training
+    model.eval()
+    try:
+        inputs = LayerInputs(model, ids, layers[0][1])
+        for i, (name, layer, linears) in enumerate(layers):
+            task = LayerTask(name, layer, linears, inputs.statistics(layer, linears), config)
+            for parameter, value in fold(layer, find(task)).writes(()):
+                parameter.data = value.to(parameter.dtype)
+            if i + 1 < len(layers):
+                inputs.advance(layer)
+    finally:
+        model.train(training)

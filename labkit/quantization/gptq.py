@@ -39,13 +39,14 @@ class GPTQConfig:
 
 
 def inverse_cholesky(hessian: torch.Tensor, damp_percent: float, note: Callable[[str], None]) -> torch.Tensor:
-    """Upper triangular U with U^T U = (H + d I)^-1; d is raised tenfold until H + d I is positive definite.
+    """Upper triangular U with U^T U = (H + d I)^-1, d a part of the mean of H's diagonal: `damp_percent` at first, then
+    ten times as much each time that H + d I is not positive definite, up to ten times the mean.
 
-    `note` is told of each time that it was. Errors: ValueError where even a damping of ten times the mean fails.
+    `note` is told of each time that it is raised. Errors: ValueError where even ten times the mean fails.
     """
     mean = hessian.diagonal().mean()
     damping = damp_percent
-    while damping <= _MOST_DAMPING:
+    while True:
         damped = hessian + damping * mean * torch.eye(len(hessian), device=hessian.device)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
@@ -53,22 +54,20 @@ def inverse_cholesky(hessian: torch.Tensor, damp_percent: float, note: Callable[
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
         if not failed and bool(upper.isfinite().all()):
             return upper
-        damping *= 10
+        got = f"a Hessian that no damping up to {_MOST_DAMPING:g} times its mean makes positive definite"
+        _check.require(damping < _MOST_DAMPING, "calibration", got, "inputs whose second moments are finite")
+        damping = min(10 * damping, _MOST_DAMPING)
         note(f"the Hessian is not positive definite: damp_percent raised to {damping:g}")
-    takes = "inputs whose second moments are finite"
-    _check.require(False, "calibration", "a Hessian that no damping makes positive definite", takes)
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """What GPTQ makes of a matrix: codes `(out_features, in_features)` in the model's order of columns, their grid, the
-    group of each column where act-order was used, and `compensated`, the weight that was rounded: each column as the
-    columns before it had left it."""
+    """What GPTQ makes of a matrix: codes `(out_features, in_features)` in the model's order of columns, their grid, and
+    the group of each column where act-order was used."""
 
     codes: torch.Tensor
     grid: Grid
     g_idx: torch.Tensor | None
-    compensated: torch.Tensor
 
 
 def gptq(
@@ -85,7 +84,7 @@ def gptq(
     hessian = hessian.float().clone()
     inputs = hessian.diagonal().clone()
     dead = inputs == 0
-    # As much as the others have, so that the damping, a part of the mean, does not hang on the inputs' scale.
+    # As much as the others have, so that the damping, a part of the mean, does not depend on the inputs' scale.
     hessian.diagonal()[dead] = inputs[~dead].mean() if not bool(dead.all()) else 1.0
     columns[dead] = 0.0
     order = None
@@ -97,10 +96,10 @@ def gptq(
     g_idx = None
     if order is not None:
         place = torch.argsort(order)
-        codes, columns = codes[place], columns[place]
+        codes = codes[place]
         # One group a row has nothing to look up.
         g_idx = place // group if group < len(place) else None
-    return Rounded(codes.T, grid, g_idx, columns.T)
+    return Rounded(codes.T, grid, g_idx)
 
 
 def _round_columns(

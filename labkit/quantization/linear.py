@@ -16,7 +16,11 @@ from labkit.quantization.calibration import Replacement
 
 
 class _Packed(nn.Module):
-    """Holds the tensors of one packed weight as buffers. They follow the module to a device, never to a dtype."""
+    """Holds the tensors of one packed weight as buffers. They follow the module to a device, never to a dtype.
+
+    A state dict holds the portable form whatever lies in memory, so that a checkpoint can go to any dtype, device and
+    processor; loading takes that form, with assign=True or without, and lays it out for where it is.
+    """
 
     is_quantized = True
 
@@ -37,24 +41,45 @@ class _Packed(nn.Module):
         self.weight = weight
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _Packed:
-        portable = self.portable()
-        for name in self.weight.tensors:
+        held, before = self.weight, self._activations
+        for name in held.tensors:
             self._buffers.pop(name)
-        super()._apply(fn, recurse)
-        moved = portable.map(lambda tensor: tensor.to(self._activations.device))
-        self._hold(self._laid_out(moved))
+        try:
+            super()._apply(fn, recurse)
+            device, dtype = self._activations.device, self._activations.dtype
+            if (device, dtype) != (held.device, before.dtype):
+                held = self._laid_out(self.portable().map(lambda tensor: tensor.to(device)))
+        except BaseException:
+            # Such as too little memory there: the next move must find that this one did not happen.
+            self._activations = before
+            raise
+        finally:
+            self._hold(held)
         return self
 
+    def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.weight.tensors:
+            del destination[prefix + name]
+        destination.update({prefix + name: tensor for name, tensor in self.portable().tensors.items()})
+
     def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        # With assign=True the buffers are other tensors now.
-        self._hold(replace(self.weight, **{name: self._buffers[name] for name in self.weight.tensors}))
+        held = self.weight
+        self._hold(self.portable())
+        try:
+            super()._load_from_state_dict(*args, **kwargs)
+            # With assign=True the buffers are other tensors now, and perhaps on another device.
+            loaded = replace(self.weight, **{name: self._buffers[name] for name in self.weight.tensors})
+            held = self._laid_out(loaded)
+            self._activations = self._activations.new_empty(0, device=loaded.device)
+        finally:
+            self._hold(held)
 
     def _laid_out(self, weight: PackedWeight) -> PackedWeight | Int4PackWeight:
         return weight
 
     def portable(self) -> PackedWeight:
-        """The weight in the order that does not hang on a device."""
+        """The weight in the order that does not depend on a processor."""
         return self.weight.unpack() if isinstance(self.weight, Int4PackWeight) else self.weight
 
     def extra_repr(self) -> str:
@@ -102,13 +127,9 @@ class QuantLinear(_Packed):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-def packed_replacement(linear: nn.Linear, weight: PackedWeight, scale: torch.Tensor | None = None) -> Replacement:
-    """A QuantLinear in the place of `linear`. `scale (in_features,)`: what the weight's columns were multiplied with
-    before they were packed, and the input is divided by from now on."""
-    approximation = weight.dequantize()
-    if scale is not None:
-        approximation /= scale
-    return Replacement(QuantLinear(weight, linear.bias, dtype=linear.weight.dtype), approximation)
+def packed_replacement(linear: nn.Linear, weight: PackedWeight) -> Replacement:
+    """A QuantLinear in the place of `linear`."""
+    return Replacement(QuantLinear(weight, linear.bias, dtype=linear.weight.dtype), weight.dequantize())
 
 
 class QuantEmbedding(_Packed):

@@ -35,10 +35,27 @@ def _left_alone(name: str, modules_to_not_convert: Sequence[str]) -> bool:
     return any(f".{part}." in f".{name}." for part in modules_to_not_convert)
 
 
-def plan(model: PreTrainedModel, modules_to_not_convert: Sequence[str]) -> Plan:
-    """Which matrices are to be quantized. Errors: ValueError where there are none, or some are quantized already."""
+def _check_parts(model: PreTrainedModel, modules_to_not_convert: Sequence[str]) -> None:
+    """Refuse a name that matches no module: a slip would quantize what was to be left alone. "lm_head", the default of
+    `quantize_`, may be missing."""
     one = isinstance(modules_to_not_convert, str)
     _check.require(not one, "modules_to_not_convert", modules_to_not_convert, "a list")
+    names = [name for name, _ in model.named_modules() if name]
+    words = dict.fromkeys(word for name in names for word in name.split(".") if not word.isdecimal())
+    for part in modules_to_not_convert:
+        known = part == "lm_head" or any(_left_alone(name, [part]) for name in names)
+        takes = f"a module's name or a dotted part of it, such as {_check.near(part, words)}"
+        _check.require(known, "modules_to_not_convert", part, takes)
+
+
+def plan(model: PreTrainedModel, modules_to_not_convert: Sequence[str]) -> Plan:
+    """Which matrices are to be quantized.
+
+    Errors: ValueError for what is no transformers model, where there are no such matrices, or some are quantized
+    already, and for names that match no module.
+    """
+    _check.require(isinstance(model, PreTrainedModel), "model", type(model).__name__, "a transformers causal LM")
+    _check_parts(model, modules_to_not_convert)
     done = [name for name, module in model.named_modules() if getattr(module, "is_quantized", False)]
     got = f"a model in which {len(done)} modules are quantized, {done[0]} first" if done else ""
     _check.require(not done, "model", got, "a model that is not quantized: load it again")

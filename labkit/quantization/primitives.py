@@ -76,7 +76,7 @@ def minmax_grid(weight: torch.Tensor, bits: int, sym: bool, shrink: float | torc
 def stored_scales(scales: torch.Tensor) -> torch.Tensor:
     """Scales as they come back from storage, float32; a group of zeros gets 1, so that nothing is divided by 0.
 
-    Rounded up: a scale that were a little too small would clip the group's largest values, by half a code at 8 bits.
+    Rounded up: a scale rounded down would clip the group's largest values, by half a code at 8 bits.
     """
     stored = scales.to(SCALE_DTYPE)
     infinity = torch.full_like(stored, torch.inf)

@@ -22,10 +22,9 @@ from labkit import _check
 from labkit._progress import progress as progress_bar
 from labkit.quantization import _qat_state
 from labkit.quantization._qat_layers import FakeQuantLinear
-from labkit.quantization._qat_training import Course, Loop, Objective, Teacher
+from labkit.quantization._qat_training import Loop, Objective, Teacher, TrainingState
 from labkit.quantization.gptq import GPTQConfig
 from labkit.quantization.linear import QuantLinear
-from labkit.quantization.packing import weight_bytes
 from labkit.quantization.report import MatrixReport, QuantizationReport
 from labkit.quantization.rtn import RTNConfig
 
@@ -151,10 +150,10 @@ class QATRun:
         try:
             self.model.eval().requires_grad_(False)
             report = None if self._saved else self._begin(start)
-            twins = self._twins()
-            self._put(twins)
-            course = self._train(twins, progress, watch)
-            packed = {name: self._packed(name, twin) for name, twin in twins.items()}
+            fake_quant = self._fake_quant()
+            self._put(fake_quant)
+            state = self._train(fake_quant, progress, watch)
+            packed = {name: self._packed(name, layer) for name, layer in fake_quant.items()}
             self._put(packed)
         except BaseException:
             self._put(self.linears)
@@ -163,19 +162,7 @@ class QATRun:
             for parameter, flag in flags:
                 parameter.requires_grad_(flag)
             self.model.train(training)
-        matrices = tuple(self._report(name, module) for name, module in packed.items())
-        stopped = course.step < self.config.steps
-        notes = (f"stopped by its time limit at step {course.step} of {self.config.steps}",) if stopped else ()
-        return QATReport(
-            self.config,
-            matrices,
-            notes,
-            time.perf_counter() - begin,
-            losses=tuple(course.losses),
-            training_seconds=course.seconds,
-            start=report,
-            stopped=stopped,
-        )
+        return self._report(packed, state, report, time.perf_counter() - begin)
 
     def _begin(self, start: Callable[[torch.Tensor | None], QuantizationReport]) -> QuantizationReport:
         return start(self.ids[: self.config.start_samples] if self.config.start == "gptq" else None)
@@ -185,26 +172,28 @@ class QATRun:
             parent, _, child = name.rpartition(".")
             setattr(self.model.get_submodule(parent), child, module)
 
-    def _twins(self) -> dict[str, FakeQuantLinear]:
+    def _fake_quant(self) -> dict[str, FakeQuantLinear]:
         """What takes each matrix's place while it is trained, beginning with the start's codes."""
-        twins = {}
+        fake_quant = {}
         for name, linear in self.linears.items():
             saved = self._saved and self._saved.start(name).map(lambda t: t.to(self.model.device))
-            twins[name] = FakeQuantLinear(linear, saved or self.model.get_submodule(name).portable(), self.dtype)
-            twins[name].latent.requires_grad_(self.config.trainable != "scales")
-        return twins
+            fake_quant[name] = FakeQuantLinear(linear, saved or self.model.get_submodule(name).portable(), self.dtype)
+            fake_quant[name].latent.requires_grad_(self.config.trainable != "scales")
+        return fake_quant
 
-    def _train(self, twins: Mapping[str, FakeQuantLinear], progress: bool, watch: Callable[[int], None]) -> Course:
+    def _train(
+        self, fake_quant: Mapping[str, FakeQuantLinear], progress: bool, watch: Callable[[int], None]
+    ) -> TrainingState:
         config = self.config
-        course = self._saved.course if self._saved else Course()
+        state = self._saved.state if self._saved else TrainingState()
 
-        def save(course: Course) -> None:
+        def save(state: TrainingState) -> None:
             if self._path is not None:
-                _qat_state.save(self._path, twins, optimizer, course, self._identity)
+                _qat_state.save(self._path, fake_quant, optimizer, state, self._identity)
 
         groups = [
-            ([twin.latent for twin in twins.values() if twin.latent.requires_grad], config.learning_rate),
-            ([twin.relative for twin in twins.values()], config.scale_learning_rate),
+            ([layer.latent for layer in fake_quant.values() if layer.latent.requires_grad], config.learning_rate),
+            ([layer.relative for layer in fake_quant.values()], config.scale_learning_rate),
         ]
         loop = Loop(
             groups,
@@ -219,26 +208,41 @@ class QATRun:
         )
         optimizer = loop.optimizer()
         if self._saved:
-            self._saved.restore(twins, optimizer)
-        teacher = Teacher(self.model, lambda on: _teach(twins, on), self.dtype)
+            self._saved.restore(fake_quant, optimizer)
+        teacher = Teacher(self.model, lambda on: _teach(fake_quant, on), self.dtype)
         objective = Objective(self.model, config.distillation, teacher, self.dtype)
         label = f"QAT, {self.model.config.model_type}"
         bar = progress_bar(label, config.steps, "steps") if progress else contextlib.nullcontext(lambda _: None)
         with torch.enable_grad(), bar as update:
-            loop.run(objective, optimizer, course, update)
-        return course
+            loop.run(objective, optimizer, state, update)
+        return state
 
-    def _packed(self, name: str, twin: FakeQuantLinear) -> QuantLinear:
+    def _packed(self, name: str, layer: FakeQuantLinear) -> QuantLinear:
         linear = self.linears[name]
-        return QuantLinear(twin.packed(), linear.bias, dtype=linear.weight.dtype)
+        return QuantLinear(layer.packed(), linear.bias, dtype=linear.weight.dtype)
 
-    def _report(self, name: str, module: QuantLinear) -> MatrixReport:
-        weight = self.linears[name].weight
-        nbytes = weight_bytes(module) - (0 if module.bias is None else module.bias.nbytes)
-        return MatrixReport(name, module.weight.bits, nbytes, weight.numel(), None)
+    def _report(
+        self,
+        packed: Mapping[str, QuantLinear],
+        state: TrainingState,
+        start: QuantizationReport | None,
+        seconds: float,
+    ) -> QATReport:
+        stopped = state.step < self.config.steps
+        notes = (f"stopped by its time limit at step {state.step} of {self.config.steps}",) if stopped else ()
+        return QATReport(
+            self.config,
+            tuple(MatrixReport.of(name, module.weight.bits, module) for name, module in packed.items()),
+            notes,
+            seconds,
+            losses=tuple(state.losses),
+            training_seconds=state.seconds,
+            start=start,
+            stopped=stopped,
+        )
 
 
-def _teach(twins: Mapping[str, FakeQuantLinear], on: bool) -> None:
+def _teach(fake_quant: Mapping[str, FakeQuantLinear], on: bool) -> None:
     """Have the float matrices answer, or the rounded ones again."""
-    for twin in twins.values():
-        twin.teaching = on
+    for layer in fake_quant.values():
+        layer.teaching = on

@@ -25,8 +25,8 @@ from labkit._paths import DATA
 from labkit._progress import progress as progress_bar
 from labkit.corpora import load_text, token_batches
 from labkit.models import LoadedModel, load_model
-from labkit.quantization._qat_judge import Judge
-from labkit.quantization._qat_training import Course, Loop, Objective
+from labkit.quantization._qat_evaluator import Evaluator
+from labkit.quantization._qat_training import Loop, Objective, TrainingState
 from labkit.quantization.api import quantize_
 from labkit.quantization.plan import plan
 from labkit.quantization.qat import COMPUTE_DTYPES, QATConfig, QATReport, QATRun
@@ -109,7 +109,7 @@ def float_control(
     ids: torch.Tensor,
     learning_rate: float,
     progress: bool = True,
-) -> Course:
+) -> TrainingState:
     """Train the float matrices in place as QAT trains packed ones: same batches, steps, schedule and arithmetic.
 
     The loss is cross-entropy, since a model is no teacher of itself. `learning_rate` is Adam's, in weights.
@@ -119,22 +119,20 @@ def float_control(
     model.requires_grad_(False)
     for linear in linears.values():
         linear.weight.requires_grad_(True)
-    course = Course()
+    state = TrainingState()
     bar = progress_bar("float control", config.steps, "steps") if progress else contextlib.nullcontext(lambda _: None)
     loop = Loop(groups, ids.to(model.device), config.steps, config.batch_size, config.seed)
     try:
         with bar as update:
-            loop.run(
-                Objective(model, 0.0, None, COMPUTE_DTYPES[config.compute_dtype]), loop.optimizer(), course, update
-            )
+            loop.run(Objective(model, 0.0, None, COMPUTE_DTYPES[config.compute_dtype]), loop.optimizer(), state, update)
     finally:
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
-    return course
+    return state
 
 
 def _train(
-    loaded: LoadedModel, config: QATConfig, ids: torch.Tensor, judge: Judge, n_points: int, progress: bool
+    loaded: LoadedModel, config: QATConfig, ids: torch.Tensor, evaluator: Evaluator, n_points: int, progress: bool
 ) -> tuple[QATReport, tuple[Point, ...], dict[str, float]]:
     """QAT in place, watched: the report, the curve, and how far off the start was."""
     model, before = loaded.model, {}
@@ -146,10 +144,10 @@ def _train(
         begin = time.perf_counter()
         if not step:
             clock.update(begin=begin)
-            before.update(judge.divergence(model))
+            before.update(evaluator.divergence(model))
         if step in at:
             trained = begin - clock["begin"] - clock["apart"]
-            seen[step] = (judge.perplexity(model), trained)
+            seen[step] = (evaluator.perplexity(model), trained)
         clock["apart"] += time.perf_counter() - begin
 
     run = QATRun(model, plan(model, ("lm_head",)).linears, config, ids)
@@ -185,14 +183,14 @@ def qat_study(
     _check.require(config.state_path is None, "config.state_path", str(config.state_path), "None")
     loaded = load_model(name, dtype=torch.float32)
     ids = token_batches(loaded.tokenizer, load_text("pydoc", "calibration"), n_samples, seq_len, 0)
-    judge = Judge(loaded, {"pydoc": eval_windows, "python-source": other_windows}, seq_len)
-    baseline = judge.perplexity(loaded.model)
-    report, points, before = _train(loaded, config, ids, judge, n_points, progress)
-    after, value = judge.divergence(loaded.model), judge.perplexity(loaded.model)
+    evaluator = Evaluator(loaded, {"pydoc": eval_windows, "python-source": other_windows}, seq_len)
+    baseline = evaluator.perplexity(loaded.model)
+    report, points, before = _train(loaded, config, ids, evaluator, n_points, progress)
+    after, value = evaluator.divergence(loaded.model), evaluator.perplexity(loaded.model)
     del loaded
     gc.collect()
     model = load_model(name, dtype=torch.float32).model
-    course = float_control(model, plan(model, ("lm_head",)).linears, config, ids, control_learning_rate, progress)
+    state = float_control(model, plan(model, ("lm_head",)).linears, config, ids, control_learning_rate, progress)
     return QATStudy(
         model=name,
         config=json.loads(json.dumps(dataclasses.asdict(config), default=str)),
@@ -205,7 +203,9 @@ def qat_study(
         losses=report.losses,
         seconds=report.training_seconds,
         bits_per_weight=report.bits_per_weight,
-        control=Control(control_learning_rate, baseline, judge.perplexity(model), tuple(course.losses), course.seconds),
+        control=Control(
+            control_learning_rate, baseline, evaluator.perplexity(model), tuple(state.losses), state.seconds
+        ),
         kl_before=before,
         kl_after=after,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ SENSITIVITY = DATA / "recorded" / "sensitivity_3bit.json"
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One setting over the whole model: `method` is "RTN", "GPTQ" or "AWQ", `plan` "uniform" or how bits were mixed.
+    """One setting over the whole model: `method` is RTN, GPTQ, AWQ or W8A8, `plan` "uniform" or how bits were mixed.
 
     perplexity and baseline (the float model's) are over the same windows; `bits_per_weight` counts scales, zero points
     and indices; `seconds` is what quantizing took.
@@ -61,7 +62,13 @@ def recorded_runs(path: Path = RECORDED) -> tuple[RecordedRun, ...]:
     if not path.exists():
         return ()
     found = json.loads(path.read_text(encoding="utf-8"))
-    return tuple(RecordedRun(**(found["common"] | run)) for run in found["runs"])
+    return tuple(_run(found["common"] | run) for run in found["runs"])
+
+
+def _run(fields: Mapping[str, object]) -> RecordedRun:
+    """A perplexity beyond what a float holds is kept as null."""
+    infinite = {"perplexity": math.inf} if fields["perplexity"] is None else {}
+    return RecordedRun(**(fields | infinite))
 
 
 def recorded_run(method: str, bits: int, group_size: int, *, plan: str = "uniform") -> RecordedRun | None:

@@ -1,11 +1,15 @@
 """What `quantize_` did: matrix by matrix, with the error that each one's output has on the calibration text."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from labkit._table import Table
+from labkit.quantization.packing import weight_bytes
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,12 @@ class MatrixReport:
     nbytes: int
     elements: int
     error: float | None
+
+    @classmethod
+    def of(cls, name: str, bits: int, module: nn.Module, error: float | None = None) -> MatrixReport:
+        """Of a quantized linear layer, whose bias is no part of the matrix."""
+        nbytes = weight_bytes(module) - (0 if module.bias is None else module.bias.nbytes)
+        return cls(name, bits, nbytes, module.in_features * module.out_features, error)
 
     @property
     def bits_per_weight(self) -> float:
@@ -55,10 +65,14 @@ def output_error(weight: torch.Tensor, approximation: torch.Tensor, gram: torch.
     """Mean squared error of a matrix's output over the calibration tokens, as a part of the output's mean square.
 
     tr(D G D^T) / tr(W G W^T), D the difference of the two `(out_features, in_features)`: GPTQ's equation 1, from the
-    second moments `gram` of the inputs alone.
+    second moments `gram` of the inputs alone. Products are in float32, as a wide matrix in float64 takes a consumer GPU
+    as long as GPTQ itself; sums are in float64.
     """
-    difference = approximation.double() - weight.double()
-    gram = gram.double()
-    noise = ((difference @ gram) * difference).sum().item()
-    signal = ((weight.double() @ gram) * weight.double()).sum().item()
+    weight = weight.float()
+    noise, signal = (_mean_square(matrix, gram.float()) for matrix in (approximation.float() - weight, weight))
     return noise / signal if signal > 0 else math.nan
+
+
+def _mean_square(matrix: torch.Tensor, gram: torch.Tensor) -> float:
+    """tr(M G M^T); rounding could take it below 0."""
+    return (matrix @ gram).mul_(matrix).sum(dtype=torch.float64).clamp_min(0.0).item()

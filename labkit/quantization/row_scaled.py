@@ -13,7 +13,7 @@ from labkit import _check
 def row_scales(rows: Tensor, top: float) -> Tensor:
     """The scale `(n, 1)`, float32, that takes the largest magnitude of each of `rows (n, k)` to `top`; 1 for zeros."""
     scales = rows.float().abs().amax(1, keepdim=True) / top
-    # Below this a quotient can overflow. Not a comparison that NaN fails: NaN is to stay.
+    # Below this a quotient can overflow. Written so that a scale of NaN stays NaN: it is not less than anything.
     return torch.where(scales < torch.finfo(torch.float32).tiny, 1.0, scales)
 
 
@@ -40,12 +40,16 @@ class RowScaledLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RowScaledLinear:
-        kept = {name: self._buffers.pop(name) for name in ("qweight", "scales")}
+        kept, before = {name: self._buffers.pop(name) for name in ("qweight", "scales")}, self._place
         try:
             super()._apply(fn, recurse)
+            kept = {name: tensor.to(self._place.device) for name, tensor in kept.items()}
+        except BaseException:
+            self._place = before
+            raise
         finally:
             for name, tensor in kept.items():
-                self.register_buffer(name, tensor.to(self._place.device))
+                self.register_buffer(name, tensor)
         return self
 
     @property

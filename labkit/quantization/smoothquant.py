@@ -19,7 +19,7 @@ from labkit import _check
 from labkit.kernels import BackendUnavailable
 from labkit.models import LoadedModel
 from labkit.quantization.calibration import LayerResult, LayerTask, Replacement
-from labkit.quantization.folding import Link, fold, fold_model_, links
+from labkit.quantization.folding import Link, fold, fold_model_, note_what_is_not_scaled, scaled_together
 from labkit.quantization.row_scaled import RowScaledLinear, row_scales
 
 _TOP = 127
@@ -109,14 +109,12 @@ def smoothing_scale(max_inputs: Tensor, max_weights: Tensor, alpha: float) -> Te
 def find_scales(task: LayerTask) -> dict[Link, Tensor]:
     """Equation 4 at each place of the layer where a scale can be folded and a reader is to be quantized."""
     found = {}
-    for link in links(task.module) if task.config.alpha is not None else ():
-        names = [name for part in link.readers if (name := f"{task.name}.{part}") in task.linears]
-        if names:
-            columns = torch.stack([task.linears[name].weight.float().abs().amax(0) for name in names]).amax(0)
-            inputs = task.statistics[names[0]].max_abs
-            _check.require(bool(inputs.isfinite().all()), "calibration", "NaN or an infinity", "finite inputs")
-            channels = (link.by_channel(values, torch.amax) for values in (inputs, columns))
-            found[link] = smoothing_scale(*channels, task.config.alpha)
+    for link, names in scaled_together(task) if task.config.alpha is not None else ():
+        columns = torch.stack([task.linears[name].weight.float().abs().amax(0) for name in names]).amax(0)
+        inputs = task.statistics[names[0]].max_abs
+        _check.require(bool(inputs.isfinite().all()), "calibration", "NaN or an infinity", "finite inputs")
+        channels = (link.by_channel(values, torch.amax) for values in (inputs, columns))
+        found[link] = smoothing_scale(*channels, task.config.alpha)
     return found
 
 
@@ -125,9 +123,8 @@ def quantize_layer(task: LayerTask) -> LayerResult:
     the inputs adds shows only in what the model says."""
     folded = fold(task.module, find_scales(task))
     local = {name: name.removeprefix(f"{task.name}.") for name in task.linears}
-    plain = [name for name in task.linears if local[name] not in folded.columns]
-    if plain and task.config.alpha is not None:
-        task.notes.append(f"{', '.join(plain)}: no operation before it that a scale can be folded into; not smoothed")
+    if task.config.alpha is not None:
+        note_what_is_not_scaled(task)
     found: dict[str, Replacement] = {}
     for name, linear in task.linears.items():
         module = quantize_rows(folded.weight(local[name], linear), folded.bias(local[name], linear))

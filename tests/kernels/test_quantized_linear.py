@@ -98,9 +98,36 @@ def test_a_zero_point_far_from_the_middle(bits: int, kind: str) -> None:
     # Of 4 bits the offset (8 - z) * s is rounded to bfloat16: an error that all weights of a group share.
     offset = (8 - weight.zeros.double()) * weight.scales.double()
     shift = (offset.to(torch.bfloat16).double() - offset).abs()
-    assert bits == 8 or shift.max() <= weight.scales.max() / 64
+    assert bits == 8 or bool((shift <= weight.scales.double() / 37).all())
     shared = x.double().unflatten(1, (-1, 64)).sum(-1).abs() @ shift.T if bits == 4 else 0
     assert (error - shared).max() <= 2 * plain.max()
+
+
+def test_how_far_the_offset_of_every_zero_point_is_off_at_every_scale() -> None:
+    """All 128 significands of a bfloat16 scale in several powers of 2, beside all 16 zero points."""
+    scales = (torch.arange(128, 256)[:, None] * torch.tensor([2.0**-20, 2.0**-9, 2.0**-7, 2.0])).flatten()
+    scales = scales[:, None].expand(-1, 16).to(torch.bfloat16).contiguous()
+    zeros = torch.arange(16, dtype=torch.uint8).expand(len(scales), -1).contiguous()
+    codes = torch.randint(0, 16, (len(scales), 512))
+    weight = PackedWeight(pack_bits(codes, 4), scales, zeros, None, 4, 32, 512)
+    laid_out = decode_layout(weight, torch.bfloat16)
+    exact = (8 - zeros.double()) * scales.double()
+    off = (laid_out.scales_and_offsets[..., 1].T.double() - exact).abs() / scales.double()
+    assert off.max() == 1 / 37
+    assert [z for z in range(16) if bool((off[:, z] == 0).all())] == [0, 4, 6, 7, 8, 9, 10, 12]
+    # And it is this offset that the op adds: ones for x in one group give its 32 codes' sum times s, and 32 b.
+    x = torch.zeros(16, 512).unflatten(1, (16, 32))
+    x[range(16), range(16)] = 1
+    got = quantized_linear(x.flatten(1).bfloat16(), laid_out).double().T
+    sums = (codes.unflatten(1, (16, 32)).sum(-1) - 8 * 32) * scales.double()
+    expected = sums + 32 * laid_out.scales_and_offsets[..., 1].T.double()
+    torch.testing.assert_close(got, expected, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("laid_out", [True, False])
+def test_a_weight_is_equal_to_itself_alone(laid_out: bool) -> None:
+    weight = decode_layout(packed(torch.randn(16, 64), 4, 32), torch.bfloat16 if laid_out else torch.float32)
+    assert weight == weight and weight != weight.map(torch.clone) and len({weight, weight}) == 1
 
 
 @pytest.mark.parametrize("bits", PACKED_BITS)

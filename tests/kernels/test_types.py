@@ -78,6 +78,13 @@ def test_nbytes_are_the_tensors(bits: int, sym: bool, act_order: bool) -> None:
     assert weight.out_features == OUT and weight.device == torch.device("cpu")
 
 
+def test_a_weight_is_equal_to_itself_alone() -> None:
+    """Compared field by field, two tensors would be asked for one truth value."""
+    weight, _ = random_weight(4, act_order=True)
+    assert weight == weight and weight != weight.map(torch.clone)
+    assert len({weight, weight, weight.map(torch.clone)}) == 2
+
+
 def test_map_changes_every_tensor_and_nothing_else() -> None:
     weight, _ = random_weight(3, act_order=True)
     seen = []

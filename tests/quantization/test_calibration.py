@@ -3,9 +3,18 @@
 import pytest
 import torch
 from torch import nn
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
 
 from labkit.models import tiny_model
+from labkit.quantization import GPTQConfig, quantize_
 from labkit.quantization.calibration import (
     InputStatistics,
     LayerInputs,
@@ -79,7 +88,7 @@ def test_inputs_that_are_equal_but_not_the_same_are_not_shared() -> None:
     assert not torch.allclose(found["a"].gram, found["b"].gram)
 
 
-def test_statistics_do_not_hang_on_how_tokens_are_cut() -> None:
+def test_statistics_do_not_depend_on_how_tokens_are_cut() -> None:
     x = torch.randn(60, 8) * torch.logspace(-2, 2, 8)
     whole, parts = (InputStatistics.empty(8, torch.device("cpu")) for _ in range(2))
     whole.add(x)
@@ -179,6 +188,17 @@ def test_refused_calibration(calibration: object) -> None:
     model = tiny_model(max_position_embeddings=32)
     with pytest.raises(ValueError, match="^calibration: got"):
         check_calibration(model, calibration)
+
+
+def test_a_model_without_a_longest_text_takes_any() -> None:
+    """BLOOM has ALiBi, and no max_position_embeddings in its config."""
+    model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)).eval()
+    ids = torch.randint(0, 64, (2, 40))
+    assert torch.equal(check_calibration(model, ids), ids)
+    with pytest.raises(ValueError, match="at least one sample of 2 tokens or more$"):
+        check_calibration(model, ids[:, :1])
+    report = quantize_(model, GPTQConfig(4, 32), ids, progress=False)
+    assert len(report.matrices) == 8 and all(m.error < 0.05 for m in report.matrices)
 
 
 def test_unequal_lengths_name_the_short_sample() -> None:

@@ -5,9 +5,16 @@ import torch
 
 from labkit.models import tiny_model
 from labkit.quality import perplexity
-from labkit.quantization import AWQConfig, RTNConfig, output_error, quantize_, quantize_embedding_
+from labkit.quantization import AWQConfig, QuantLinear, RTNConfig, output_error, quantize_, quantize_embedding_
 from labkit.quantization.awq import search_scale
-from labkit.quantization.experiments import keep_columns, layer_task, one_block, parts, ratio_curves
+from labkit.quantization.experiments import (
+    act_order_layout,
+    keep_columns,
+    layer_task,
+    one_block,
+    parts,
+    ratio_curves,
+)
 from labkit.quantization.folding import links
 from labkit.quantization.rtn import round_to_nearest
 
@@ -84,17 +91,36 @@ def test_ratio_curves_begin_at_plain_rounding_and_their_valley_is_what_the_searc
     assert min(curves["down"]) == pytest.approx(least)
 
 
-def test_each_part_alone_is_what_quantizing_it_by_hand_gives(model, ids):
-    text = ids.flatten()
+def test_act_orders_layout_scatters_the_columns_of_each_group_and_keeps_their_number(ids):
+    model = tiny_model()
+    quantize_(model, RTNConfig(4, 32), progress=False)
+    before = model(input_ids=ids).logits
+    scattered = act_order_layout(model)
+    assert torch.equal(model(input_ids=ids).logits, before)
+    for name, module in scattered.named_modules():
+        if isinstance(module, QuantLinear):
+            g_idx = module.portable().g_idx
+            assert torch.equal(g_idx.bincount(), torch.full((module.in_features // 32,), 32))
+            assert not torch.equal(g_idx, g_idx.sort().values)
+            assert torch.equal(module.portable().qweight, model.get_submodule(name).portable().qweight)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_part_alone_is_what_quantizing_it_by_hand_gives(tied, ids):
+    model, text = tiny_model(tie_word_embeddings=tied), ids.flatten()
     found = {part.name: part for part in parts(model, text, 32)}
-    assert list(found) == [f"{part}, {bits} bits" for bits in (8, 4) for part in ("head", "embedding", "norms")]
+    table = "embedding and head" if tied else "embedding"
+    assert list(found) == [f"{part}, {bits} bits" for bits in (8, 4) for part in ("head", table, "norms")]
     base = perplexity(model, text, 32)
-    by_hand = tiny_model()
+    by_hand = tiny_model(tie_word_embeddings=tied)
     quantize_embedding_(by_hand, RTNConfig(4, 64))
-    assert found["embedding, 4 bits"].ratio == pytest.approx(perplexity(by_hand, text, 32) / base, rel=1e-6)
-    by_hand = tiny_model()
+    assert found[f"{table}, 4 bits"].ratio == pytest.approx(perplexity(by_hand, text, 32) / base, rel=1e-6)
+    by_hand = tiny_model(tie_word_embeddings=tied)
     quantize_(by_hand, RTNConfig(4, 64), modules_to_not_convert=("layers",))
     assert found["head, 4 bits"].ratio == pytest.approx(perplexity(by_hand, text, 32) / base, rel=1e-6)
     # 256 rows of 64: 2 bytes a weight before; 4 bits, a scale of 2 bytes and a zero point of 1 for each group after.
-    assert found["embedding, 4 bits"].saved == 2 * 256 * 64 - 256 * (32 + 3)
-    assert found["norms, 4 bits"].ratio != 1.0 and 0 < found["norms, 4 bits"].saved < 1000
+    packed = 256 * (32 + 3)
+    assert found[f"{table}, 4 bits"].saved == 2 * 256 * 64 - packed
+    # A tied head alone comes beside the table, which the embedding still reads.
+    assert found["head, 4 bits"].saved == (-packed if tied else 2 * 256 * 64 - packed)
+    assert found["norms, 4 bits"].ratio != 1.0 and found["norms, 4 bits"].saved == 0

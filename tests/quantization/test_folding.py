@@ -1,6 +1,7 @@
 """Scales folded into the operation before: the layer computes what it did."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from labkit.models import LoadedModel, tiny_model
+from labkit.quantization import AWQConfig, RTNConfig, SmoothQuantConfig, awq_scale_, quantize_, smooth_
 from labkit.quantization.folding import Link, fold, links
 
 _SIZES = {
@@ -126,3 +129,51 @@ def test_there_is_nothing_to_fold_into_where_the_layer_is_not_known() -> None:
     assert links(OPTForCausalLM(config).model.decoder.layers[0]) == ()
     assert links(None) == ()
     assert fold(None, {}).writes(()) == []
+
+
+_IDS = torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(1))
+_WHOLE = [(awq_scale_, AWQConfig(4, 32)), (smooth_, SmoothQuantConfig())]
+
+
+@pytest.mark.parametrize(("fold_", "config"), _WHOLE)
+@torch.no_grad()
+def test_what_a_whole_model_is_refused_for_before_anything_is_touched(fold_: Callable, config: object) -> None:
+    quantized, broken, plain = tiny_model(), tiny_model(), tiny_model()
+    quantize_(quantized, RTNConfig(4, 32), modules_to_not_convert=("lm_head", "layers.0"), progress=False)
+    broken.model.layers[1].mlp.down_proj.weight[3, 3] = torch.nan
+    cases = [
+        (torch.nn.Linear(4, 4), _IDS, "^model: got 'Linear'; takes a transformers causal LM"),
+        (quantized, _IDS, "^model: got 'a model in which 7 modules are quantized"),
+        (broken, _IDS, "^model: got 'NaN or an infinity in model.layers.1.mlp.down_proj.weight'"),
+        (plain, None, "^calibration: got None"),
+    ]
+    for model, ids, says in cases:
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with pytest.raises(ValueError, match=says):
+            fold_(model, config, ids)
+        assert all(tensor.equal(before[name]) or "down" in name for name, tensor in model.state_dict().items())
+    with pytest.raises(ValueError, match="^group_size: got 48; takes a divisor of the 64 input features of model.lay"):
+        awq_scale_(plain, AWQConfig(4, 48), _IDS)
+
+
+@pytest.mark.parametrize(("fold_", "config"), _WHOLE)
+@torch.no_grad()
+def test_a_whole_model_is_calibrated_without_dropout_and_left_in_its_mode(fold_: Callable, config: object) -> None:
+    models = [tiny_model(attention_dropout=0.5) for _ in range(2)]
+    for model, training in zip(models, (True, False), strict=True):
+        fold_(LoadedModel(model.train(training), None, "tiny"), config, _IDS)
+        assert {module.training for module in model.modules()} == {training}
+    states = [model.state_dict() for model in models]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    with pytest.raises(ZeroDivisionError):
+        models[0].model.layers[1].mlp.forward = lambda x: 1 / 0
+        fold_(models[0], config, _IDS)
+    assert models[0].training
+
+
+@torch.no_grad()
+def test_the_last_layer_of_a_whole_model_runs_for_its_statistics_alone() -> None:
+    model, passes = tiny_model(), []
+    model.model.layers[1].register_forward_hook(lambda *_: passes.append(1))
+    smooth_(model, SmoothQuantConfig(), _IDS)
+    assert len(passes) == len(_IDS)

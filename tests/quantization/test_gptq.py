@@ -144,21 +144,12 @@ def test_act_order_puts_the_largest_inputs_into_the_first_groups() -> None:
     for place, column in enumerate(sizes.argsort(descending=True).tolist()):
         assert rounded.g_idx[column] == place // 16
     # A diagonal Hessian moves no error: each group is rounded to the nearest, column by column in the model's order.
-    assert torch.equal(rounded.compensated, weight)
     for g in range(4):
         members = rounded.g_idx == g
         grid = minmax_grid(weight[:, members][:, None], 4, False)
         assert torch.equal(rounded.codes[:, members], grid.encode(weight[:, members][:, None])[:, 0])
         expected = grid.decode(grid.encode(weight[:, members][:, None]))[:, 0]
         assert torch.equal(packed(rounded).dequantize()[:, members], expected)
-
-
-def test_compensated_is_what_was_rounded() -> None:
-    weight, gram = torch.randn(8, 64), gram_of(correlated(300, 64))
-    rounded = gptq(weight, gram, GPTQConfig(4, 16))
-    scales, zeros = (values[:, rounded.g_idx] for values in (rounded.grid.scales, rounded.grid.zeros))
-    codes = ((rounded.compensated / scales).round() + zeros).clamp(0, 15)
-    assert torch.equal(codes, rounded.codes) and not torch.allclose(rounded.compensated, weight)
 
 
 @pytest.mark.parametrize("desc_act", [True, False])
@@ -170,7 +161,7 @@ def test_dead_columns_are_zero_and_do_not_disturb_the_others(desc_act: bool, siz
     rounded = gptq(weight, gram_of(x) * size, config)
     approximation = packed(rounded).dequantize()
     assert (approximation[:, [3, 17, 40]] == 0).all() and (approximation[:, 4] != 0).any()
-    # Nothing hangs on the unit of the inputs, dead columns or not.
+    # Nothing depends on the unit of the inputs, dead columns or not.
     assert torch.equal(rounded.codes, gptq(weight, gram_of(x), config).codes)
     codes, _, _ = textbook(weight, gram_of(x), config)
     assert (codes == rounded.codes).all(1).sum() >= 15
@@ -210,6 +201,22 @@ def test_damping_is_raised_tenfold_until_the_hessian_can_be_factored() -> None:
     assert [note.rpartition(" ")[2] for note in notes] == ["0.1", "1"]
     damped = hessian.double() + hessian.diagonal().double().mean() * torch.eye(32)
     torch.testing.assert_close((upper.T @ upper).double() @ damped, torch.eye(32).double(), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("damp_percent", "raised"), [(0.01, ["0.1", "1", "10"]), (0.03, ["0.3", "3", "10"]), (1.0, ["10"])]
+)
+def test_a_note_is_of_a_retry_and_the_last_is_at_ten_times_the_mean(damp_percent: float, raised: list[str]) -> None:
+    # Eigenvalues 1 and -0.7 in a mean of 0.15: 4.7 times that are needed, and 10 times always tried.
+    basis = torch.linalg.qr(torch.randn(32, 32)).Q
+    hessian = basis @ torch.diag(torch.tensor([1.0] * 16 + [-0.7] * 16)) @ basis.T
+    notes: list[str] = []
+    assert inverse_cholesky(hessian, damp_percent, notes.append).isfinite().all()
+    assert [note.rpartition(" ")[2] for note in notes] == raised
+    notes.clear()
+    with pytest.raises(ValueError, match="no damping up to 10 times its mean"):
+        inverse_cholesky(-hessian, damp_percent, notes.append)
+    assert [note.rpartition(" ")[2] for note in notes] == raised
 
 
 @pytest.mark.parametrize("hopeless", [-torch.eye(32), torch.full((32, 32), math.nan), math.inf * torch.eye(32)])

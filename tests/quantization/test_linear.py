@@ -84,38 +84,96 @@ def test_the_bound_projection_is_forward() -> None:
                 assert torch.equal(module.projection()(x), module(x))
 
 
-def test_state_dict_keys_follow_the_layout() -> None:
-    module = QuantLinear(packed(act_order=True), torch.randn(32))
-    assert set(module.state_dict()) == {"qweight", "scales", "zeros", "g_idx", "bias"}
-    assert set(QuantLinear(packed(sym=True)).state_dict()) == {"qweight", "scales"}
-    module.to(torch.bfloat16)
-    assert set(module.state_dict()) == {"packed", "scales_and_offsets", "zeros", "order", "bias"}
-    module.to(torch.float32)
-    assert set(module.state_dict()) == {"qweight", "scales", "zeros", "g_idx", "bias"}
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("act_order", [True, False])
+def test_a_state_dict_is_portable_whatever_the_layout(bits: int, act_order: bool) -> None:
+    weight = packed(bits, act_order=act_order)
+    module = nn.ModuleDict({"proj": QuantLinear(weight, torch.randn(32))})
+    for dtype in (torch.float32, torch.bfloat16):
+        state = module.to(dtype).state_dict()
+        assert set(state) == {f"proj.{name}" for name in (*weight.tensors, "bias")}
+        assert all(torch.equal(state[f"proj.{name}"], tensor) for name, tensor in weight.tensors.items())
+        assert isinstance(module["proj"].weight, Int4PackWeight) == (dtype == torch.bfloat16 and bits != 3)
+    assert set(QuantLinear(packed(sym=True), dtype=torch.bfloat16).state_dict()) == {"qweight", "scales"}
 
 
+@pytest.mark.parametrize("saved_in", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("assign", [True, False])
-def test_a_state_dict_that_is_loaded_is_what_runs(dtype: torch.dtype, assign: bool) -> None:
-    source, target = (QuantLinear(packed(), torch.randn(32)).to(dtype) for _ in range(2))
+@pytest.mark.parametrize("act_order", [True, False])
+def test_a_state_dict_that_is_loaded_is_what_runs(
+    saved_in: torch.dtype, dtype: torch.dtype, assign: bool, act_order: bool
+) -> None:
+    source, target = (QuantLinear(packed(act_order=act_order), torch.randn(32)) for _ in range(2))
     x = torch.randn(2, 128).to(dtype)
-    assert not torch.equal(source(x), target(x))
     saved = io.BytesIO()
-    torch.save(source.state_dict(), saved)
+    torch.save(source.to(saved_in).state_dict(), saved)
     saved.seek(0)
+    source.to(dtype), target.to(dtype)
+    assert not torch.equal(source(x), target(x))
     target.load_state_dict(torch.load(saved, weights_only=True), assign=assign)
+    assert isinstance(target.weight, Int4PackWeight) == (dtype == torch.bfloat16)
     assert torch.equal(source(x), target(x)) and same(source.portable(), target.portable())
+    # What was laid out is what moves from now on, too.
     target.to(torch.bfloat16 if dtype == torch.float32 else torch.float32)
     assert same(source.portable(), target.portable())
 
 
-def test_a_state_dict_that_lacks_a_tensor_is_refused_and_changes_nothing() -> None:
-    module = QuantLinear(packed())
-    weight = module.portable().map(torch.clone)
-    state = {name: tensor for name, tensor in module.state_dict().items() if name != "scales"}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_module_without_memory_takes_a_checkpoint_and_stays_with_it(dtype: torch.dtype) -> None:
+    source = QuantLinear(packed(), torch.randn(32), dtype=dtype)
+    target = QuantLinear(packed(), torch.randn(32), dtype=dtype).to("meta")
+    target.load_state_dict(source.state_dict(), assign=True)
+    x = torch.randn(2, 128).to(dtype)
+    assert type(target.weight) is type(source.weight) and torch.equal(target(x), source(x))
+    assert torch.equal(target.to(torch.float32)(x.float()), source.to(torch.float32)(x.float()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing(dtype: torch.dtype) -> None:
+    module = QuantLinear(packed(), dtype=dtype)
+    weight, kind = module.portable().map(torch.clone), type(module.weight)
+    state = module.state_dict()
     with pytest.raises(RuntimeError, match="scales"):
-        module.load_state_dict(state)
-    assert same(module.portable(), weight)
+        module.load_state_dict({name: tensor for name, tensor in state.items() if name != "scales"})
+    with pytest.raises(ValueError, match="^qweight: got 'torch.int64'"):
+        module.load_state_dict(state | {"qweight": state["qweight"].long()}, assign=True)
+    assert same(module.portable(), weight) and type(module.weight) is kind
+    assert set(module._buffers) == {"_activations", *module.weight.tensors}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("at", ["all tensors", "the weight"])
+def test_a_move_that_fails_leaves_the_module_whole(
+    dtype: torch.dtype, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = QuantLinear(packed(act_order=True), dtype=dtype)
+    x, buffers = torch.randn(2, 128).to(dtype), set(module._buffers)
+    before, other = module(x), torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        if at == "all tensors":
+            module._apply(fails)
+        else:
+            patch.setattr(module, "_laid_out", fails)
+            module.to(other)
+    assert set(module._buffers) == buffers and torch.equal(module(x), before)
+    # The next move is a move, and not one that seems to have happened.
+    module.to(other)
+    assert isinstance(module.weight, Int4PackWeight) == (other == torch.bfloat16)
+
+
+def test_a_move_that_changes_nothing_unpacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = QuantLinear(packed(act_order=True), torch.randn(32), dtype=torch.bfloat16)
+    held = module.weight
+    monkeypatch.setattr(Int4PackWeight, "unpack", lambda self: pytest.fail("unpacked"))
+    for move in (module.cpu, module.bfloat16, module.requires_grad_, module.eval):
+        assert move().weight is held and module._buffers["packed"] is held.packed
+    with pytest.raises(pytest.fail.Exception, match="unpacked"):
+        module.float()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -192,9 +250,19 @@ def test_an_embedding_looks_up_what_its_rows_stand_for(bits: int, dtype: torch.d
         assert out.dtype == dtype and torch.equal(out, F.embedding(ids, expected))
     with pytest.raises(IndexError):
         embedding(torch.tensor([256]))
-    # The head of a tied model keeps the float table.
-    assert torch.equal(model.lm_head.weight, table)
+    # The head of a tied model goes with it, over the same codes.
+    assert same(model.lm_head.portable(), embedding.portable())
     assert model(torch.randint(0, 256, (1, 5))).logits.dtype == dtype
+
+
+def test_a_tied_head_and_the_embedding_share_one_packed_table_and_an_untied_head_stays_float() -> None:
+    for tied in (True, False):
+        model = tiny_model(tie_word_embeddings=tied)
+        float_bytes, head = weight_bytes(model), model.lm_head
+        quantize_embedding_(model, RTNConfig(4, 16))
+        packed_bytes = model.get_input_embeddings().portable().nbytes
+        assert weight_bytes(model) == float_bytes - 4 * 256 * 64 + packed_bytes
+        assert (model.lm_head is head) is not tied
 
 
 def test_an_embedding_that_is_moved_looks_up_in_the_new_dtype() -> None:
@@ -226,13 +294,12 @@ def test_refused_embeddings() -> None:
         quantize_embedding_(model, RTNConfig(4, 32))
 
 
-def test_a_replacement_undoes_the_scale_that_its_columns_were_multiplied_with() -> None:
-    linear, scale = nn.Linear(128, 32), torch.rand(128) + 0.5
-    weight = round_to_nearest(linear.weight.detach() * scale, RTNConfig(4, 32))
-    plain, scaled = packed_replacement(linear, weight), packed_replacement(linear, weight, scale)
-    assert torch.equal(plain.approximation, weight.dequantize())
-    torch.testing.assert_close(scaled.approximation, weight.dequantize() / scale)
-    assert torch.equal(scaled.module.bias, linear.bias) and not scaled.module.bias.requires_grad
+def test_a_replacement_applies_what_its_weight_stands_for_and_keeps_the_bias() -> None:
+    linear = nn.Linear(128, 32)
+    weight = round_to_nearest(linear.weight.detach(), RTNConfig(4, 32))
+    new = packed_replacement(linear, weight)
+    assert torch.equal(new.approximation, weight.dequantize())
+    assert torch.equal(new.module.bias, linear.bias) and not new.module.bias.requires_grad
 
 
 def test_what_is_no_packed_weight_is_refused() -> None:

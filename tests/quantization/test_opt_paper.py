@@ -1,12 +1,12 @@
-"""On a connected machine: OPT-125M by the GPTQ paper's protocol, against its table (Frantar et al. 2023, table 2)."""
+"""On a connected machine: OPT-125M by the GPTQ paper's protocol, against its table of OPT on WikiText-2."""
 
 import itertools
 
 import pytest
 import torch
+import transformers
 
 from labkit.corpora import CorpusUnavailable, load_text
-from labkit.models import ModelUnavailable, load_model
 from labkit.quality import perplexity
 from labkit.quantization import GPTQConfig, RTNConfig, quantize_
 
@@ -24,15 +24,21 @@ def c4_samples(tokenizer) -> torch.Tensor:
     return torch.tensor([i[:LENGTH] for i in long])
 
 
+def fresh_model():
+    """Read by transformers itself: the repository may hold no safetensors, and the course's loader reads no other."""
+    return transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+
 @pytest.fixture(scope="module")
 def texts():
     try:
-        loaded = load_model(MODEL, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
         evaluation = load_text("wikitext-2", "eval")
-        calibration = c4_samples(loaded.tokenizer)
-    except (ModelUnavailable, CorpusUnavailable, OSError) as error:
+        calibration = c4_samples(tokenizer)
+        fresh_model()
+    except (CorpusUnavailable, OSError) as error:
         pytest.skip(f"takes a network once, for the model and two texts: {error}")
-    ids = torch.tensor(loaded.tokenizer(evaluation, add_special_tokens=False, verbose=False).input_ids)
+    ids = torch.tensor(tokenizer(evaluation, add_special_tokens=False, verbose=False).input_ids)
     return ids, calibration
 
 
@@ -40,7 +46,7 @@ def texts():
 @pytest.mark.parametrize("method", PAPER)
 def test_opt_125m_is_within_3_percent_of_the_papers_table(texts, method):
     ids, calibration = texts
-    model = load_model(MODEL, dtype=torch.float32).model
+    model = fresh_model()
     if method == "RTN":
         quantize_(model, RTNConfig(bits=4, group_size=-1))
     if method == "GPTQ":

@@ -166,8 +166,9 @@ def loop_reference(latent, steps, zeros, top, wanted):
         for g in range(latent.shape[1]):
             for k in range(latent.shape[2]):
                 gradient, code = wanted[n, g, k], latent[n, g, k].round()
-                if 0 <= code <= top:
-                    of_latent[n, g, k] = gradient * scales[n, g]
+                # Descent lowers u where the gradient is positive.
+                further_out = (code < 0 and gradient > 0) or (code > top and gradient < 0)
+                of_latent[n, g, k] = 0 if further_out else gradient * scales[n, g]
                 of_steps[n, g] += gradient * (min(max(code, 0), top) - zeros[n, g])
     return of_latent, of_steps
 
@@ -180,8 +181,8 @@ def test_the_straight_through_gradient_stops_at_the_ends_of_the_grid(model):
     layer.weight().backward(wanted)
     steps = layer.scales * layer.relative.detach()
     expected = loop_reference(layer.latent.detach(), steps, layer.zeros, 7, wanted.view(5, 2, 32))
-    clipped = expected[0] == 0
-    assert 5 < int(clipped.sum()) < 200
+    clipped, outside = expected[0] == 0, layer.latent.detach().round() != layer.latent.detach().round().clamp(0, 7)
+    assert 5 < int(clipped.sum()) < 200 and 5 < int((outside & ~clipped).sum()) < 200
     torch.testing.assert_close(layer.latent.grad, expected[0])
     torch.testing.assert_close(layer.relative.grad, expected[1] * layer.scales, rtol=1e-4, atol=1e-4)
     grid = Grid(stored_scales(steps), layer.zeros, 3)
@@ -203,11 +204,11 @@ def interrupting_at(monkeypatch, step):
     whole = qat_training.Objective.backward
     calls = []
 
-    def backward(self, places, batch):
-        calls.append(places)
+    def backward(self, indices, batch):
+        calls.append(indices)
         if len(calls) == step:
             raise KeyboardInterrupt
-        return whole(self, places, batch)
+        return whole(self, indices, batch)
 
     monkeypatch.setattr(qat_training.Objective, "backward", backward)
 
@@ -224,7 +225,7 @@ def test_interrupted_and_resumed_it_gives_the_weights_of_an_uninterrupted_run(mo
             train(model, ids, config)
     assert same(tensors(model), before) and [p.name for p in tmp_path.iterdir()] == [path.name]
     steps = []
-    monkeypatch.setattr(qat_training, "batch_places", counted(steps, qat_training.batch_places))
+    monkeypatch.setattr(qat_training, "batch_indices", counted(steps, qat_training.batch_indices))
     report = train(model, ids, dataclasses.replace(config, save_every=5))
     # Saved after step 2; steps are counted from 0.
     assert steps == [2, 3, 4, 5]
@@ -233,11 +234,11 @@ def test_interrupted_and_resumed_it_gives_the_weights_of_an_uninterrupted_run(mo
 
 
 def counted(steps, function):
-    def batch_places(step, *arguments):
+    def batch_indices(step, *arguments):
         steps.append(step)
         return function(step, *arguments)
 
-    return batch_places
+    return batch_indices
 
 
 def test_a_time_limit_stops_it_packed_and_the_state_goes_on(model, ids, tmp_path):
@@ -273,6 +274,17 @@ def test_a_state_of_something_else_is_refused_and_nothing_is_touched(model, ids,
     with pytest.raises(ValueError, match="which cannot be read"):
         train(model, ids, config)
     assert same(tensors(model), before)
+
+
+def test_a_state_path_in_a_folder_that_is_not_there_is_refused_before_anything_is_done(
+    model, ids, tmp_path, monkeypatch
+):
+    before = dict(model.named_modules())
+    monkeypatch.setattr(QATRun, "all", None)
+    config = dataclasses.replace(CONFIG, state_path=tmp_path / "missing" / "qat.safetensors")
+    with pytest.raises(ValueError, match="state_path: got .*qat.safetensors.*; takes a path in a folder that exists"):
+        train(model, ids, config)
+    assert dict(model.named_modules()) == before and list(tmp_path.iterdir()) == []
 
 
 def test_an_error_in_the_middle_leaves_the_model_as_it_was(model, ids, monkeypatch):
@@ -313,10 +325,10 @@ def test_the_loss_is_that_of_its_definition_in_however_many_pieces(model, ids, m
 
 
 def test_every_sample_comes_once_before_any_comes_again():
-    places = [place for step in range(10) for place in qat_training.batch_places(step, 5, 2, 0)]
-    assert [sorted(places[i : i + 5]) for i in range(0, 20, 5)] == [[0, 1, 2, 3, 4]] * 4
-    assert places[:5] != places[5:10] and places != list(range(5)) * 4
-    assert places[:10] != [place for step in range(5) for place in qat_training.batch_places(step, 5, 2, 7)]
+    indices = [index for step in range(10) for index in qat_training.batch_indices(step, 5, 2, 0)]
+    assert [sorted(indices[i : i + 5]) for i in range(0, 20, 5)] == [[0, 1, 2, 3, 4]] * 4
+    assert indices[:5] != indices[5:10] and indices != list(range(5)) * 4
+    assert indices[:10] != [index for step in range(5) for index in qat_training.batch_indices(step, 5, 2, 7)]
 
 
 def test_the_rate_rises_and_falls_to_nothing():
@@ -333,14 +345,24 @@ def test_bfloat16_products_change_the_loss_little(model, ids):
     assert fast == pytest.approx(exact, rel=0.1) and fast != exact
 
 
-def test_a_bfloat16_model_is_trained_too(model, ids):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_bfloat16_model_is_trained_too(model, ids, dtype):
     model.to(torch.bfloat16)
-    for dtype in ("bfloat16", "float32"):
-        student = tiny_model(hidden_size=64, intermediate_size=128).to(torch.bfloat16)
-        student.load_state_dict(model.state_dict())
-        report = train(student, ids, dataclasses.replace(CONFIG, bits=4, compute_dtype=dtype))
-        assert report.losses[-1] < report.losses[0] * 2
-        assert student(ids).logits.isfinite().all()
+    config = dataclasses.replace(CONFIG, steps=40, compute_dtype=dtype, scale_learning_rate=0.01)
+    run = QATRun(model, linears(model), config, ids)
+    trained = {}
+
+    def look(step):
+        if step == config.steps:
+            trained.update({n: m.packed() for n, m in model.named_modules() if isinstance(m, FakeQuantLinear)})
+
+    report = run.all(lambda samples: quantize_(model, config.start_config(), samples, progress=False), False, look)
+    assert sum(report.losses[-8:]) < 0.8 * sum(report.losses[:8])
+    assert len(trained) == 14
+    for name, weight in trained.items():
+        packed = model.get_submodule(name).portable()
+        assert all(torch.equal(packed.tensors[field], tensor) for field, tensor in weight.tensors.items())
+    assert model(ids).logits.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

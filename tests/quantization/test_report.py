@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.models import tiny_model
 from labkit.quantization import (
@@ -25,6 +26,38 @@ def test_output_error_is_that_of_the_outputs() -> None:
     assert output_error(weight, approximation, x.T @ x / 50) == pytest.approx(expected, rel=1e-5)
     assert output_error(weight, weight, x.T @ x) == 0.0
     assert math.isnan(output_error(weight, approximation, torch.zeros(32, 32)))
+
+
+class _Products(TorchDispatchMode):
+    """Dtypes of all matrix products and of all sums' results while it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: set[torch.dtype] = set()
+        self.sums: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, op: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        out = op(*args, **kwargs or {})
+        name = str(op)
+        if ".mm." in name:
+            self.products.add(out.dtype)
+        if ".sum." in name:
+            self.sums.add(out.dtype)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_output_error_multiplies_in_float32_and_sums_in_float64(dtype: torch.dtype) -> None:
+    weight, x = torch.randn(16, 64).to(dtype), torch.randn(200, 64)
+    with _Products() as seen:
+        output_error(weight, torch.randn(16, 64), x.T @ x / 200)
+    assert seen.products == {torch.float32} and seen.sums == {torch.float64}
+    # A difference along inputs that do not occur: the sum of rounding errors is no error below 0.
+    flat = torch.outer(torch.ones(64), torch.ones(64)) * 1e4
+    for seed in range(20):
+        step = torch.randn(1, 64, generator=torch.Generator().manual_seed(seed))
+        step -= step.mean(1, keepdim=True)
+        assert 0 <= output_error(weight[:1], weight[:1].float() + step, flat) < 1e-6
 
 
 def test_output_error_of_bfloat16_weights() -> None:

@@ -129,6 +129,22 @@ def test_a_state_dict_brings_back_the_same_module() -> None:
     assert torch.equal(first(x), second(x))
 
 
+def test_a_move_that_fails_leaves_an_int8_matrix_whole() -> None:
+    module = room.quantize_rows(torch.randn(6, 8), torch.randn(6))
+    x = torch.randn(3, 8)
+    before = module(x)
+    with pytest.raises(ZeroDivisionError):
+        module._apply(lambda tensor: 1 / 0)
+    assert set(module._buffers) == {"_place", "qweight", "scales"} and torch.equal(module(x), before)
+    # Here `_place` moves, and then the codes cannot: there is nothing to copy.
+    empty = room.quantize_rows(torch.randn(6, 8)).to("meta")
+    with pytest.raises(NotImplementedError, match="meta"):
+        empty.to_empty(device="cpu")
+    assert {name: tensor.device.type for name, tensor in empty._buffers.items()} == dict.fromkeys(
+        module._buffers, "meta"
+    )
+
+
 def test_migration_makes_up_for_outliers() -> None:
     before = _with_outliers()(input_ids=_IDS).logits
     losses = {}
@@ -169,7 +185,7 @@ def test_a_family_that_is_not_known_is_quantized_without_migration_and_says_so()
     model = OPTForCausalLM(config).eval().requires_grad_(False)
     before = model(input_ids=_IDS).logits
     report = quantize_(model, SmoothQuantConfig(), _IDS, progress=False)
-    assert len(report.notes) == 1 and "not smoothed" in report.notes[0]
+    assert len(report.notes) == 1 and "not scaled" in report.notes[0]
     assert isinstance(model.model.decoder.layers[0].fc1, Int8Linear)
     assert kl_divergence(before, model(input_ids=_IDS).logits) < 1e-4
 

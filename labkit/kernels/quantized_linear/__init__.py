@@ -19,7 +19,10 @@ __all__ = ["BACKENDS", "Int4PackWeight", "choose", "decode_layout", "quantized_l
 
 
 def decode_layout(weight: PackedWeight | Int4PackWeight, dtype: torch.dtype) -> PackedWeight | Int4PackWeight:
-    """The weight as it is fastest to decode with, where activations have `dtype`; exact, and the same where it is."""
+    """The weight as it is fastest to decode with, where activations have `dtype`; the same object where it is that.
+
+    Codes and scales exactly; at 4 bits the product's offset is rounded (`int4pack` says by how much).
+    """
     packed = isinstance(weight, Int4PackWeight)
     wanted = dtype is torch.bfloat16 and (packed or why_not(weight) is None)
     if packed == wanted:

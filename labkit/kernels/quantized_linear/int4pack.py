@@ -1,10 +1,10 @@
 """PyTorch's packed 4-bit matmul for the CPU, and weights in the layout that it reads.
 
-The op, `aten::_weight_int4pack_mm_for_cpu`, takes bfloat16 activations, 4-bit codes in an order of its own that hangs
-on the processor, and for each group a bfloat16 scale s and offset b: w = (q - 8) * s + b. Codes of 8 bits lie as two
-halves of 4 side by side, q = 16 h + l, so that w = (h - 8) * 16 s + (l - 8) * s + (136 - z) * s is one product of twice
-the columns with x beside itself: the same bytes, and one rounding.
-Of 4 bits, b = (8 - z) * s is rounded to bfloat16: exact where z is 0, 4, 6 to 10 or 12, else off by up to s / 64.
+The op, `aten::_weight_int4pack_mm_for_cpu`, takes bfloat16 activations, 4-bit codes in an order of its own that
+depends on the processor, and for each group a bfloat16 scale s and offset b: w = (q - 8) * s + b. Codes of 8 bits lie
+as two halves of 4 side by side, q = 16 h + l, so that w = (h - 8) * 16 s + (l - 8) * s + (136 - z) * s is one product
+of twice the columns with x beside itself: the same bytes, and one rounding.
+Of 4 bits, b = (8 - z) * s is rounded to bfloat16: exact where z is 0, 4, 6 to 10 or 12, else off by up to s / 37.
 Columns out of group order (act-order) are sorted by group, and x's with them.
 """
 
@@ -24,7 +24,7 @@ _MIDDLE = 8
 _IDENTITY_ROWS = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Int4PackWeight:
     """A `PackedWeight` of 4 or 8 bits in the order of the CPU's packed matmul; `unpack` gives it back bit by bit.
 

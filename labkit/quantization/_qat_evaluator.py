@@ -18,18 +18,18 @@ from labkit.quantization._qat_layers import FakeQuantLinear
 @contextlib.contextmanager
 def exact(model: PreTrainedModel) -> Iterator[None]:
     """Matrices that are being trained multiply in float32 here, so that what is measured is not their bfloat16."""
-    twins = [module for module in model.modules() if isinstance(module, FakeQuantLinear)]
-    before = [twin.dtype for twin in twins]
-    for twin in twins:
-        twin.dtype = torch.float32
+    fake_quant = [module for module in model.modules() if isinstance(module, FakeQuantLinear)]
+    before = [layer.dtype for layer in fake_quant]
+    for layer in fake_quant:
+        layer.dtype = torch.float32
     try:
         yield
     finally:
-        for twin, dtype in zip(twins, before, strict=True):
-            twin.dtype = dtype
+        for layer, dtype in zip(fake_quant, before, strict=True):
+            layer.dtype = dtype
 
 
-class Judge:
+class Evaluator:
     """Perplexity on the first of `texts`, and on each the distance to the float model that it was made with."""
 
     def __init__(self, loaded: LoadedModel, texts: Mapping[str, int], seq_len: int) -> None:
