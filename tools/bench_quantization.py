@@ -57,7 +57,7 @@ def quality() -> Iterator[Figure]:
     eight = _run("RTN", 8)
     note = f"perplexity {_base():.2f} and {eight['perplexity']:.2f}"
     yield Figure("8 bits: perplexity lost", (eight["perplexity"] / _base() - 1,), "fraction", 0.005, False, note)
-    best = _run("GPTQ", 4, f"{BUDGET} of 16 bits", 32)
+    best = _run("AWQ", 4, f"{BUDGET} of 16 bits")
     note = f"perplexity {best['perplexity']:.2f}, {best['bits_per_weight']:.2f} bits a weight"
     yield Figure("best setting: perplexity lost", (best["perplexity"] / _base() - 1,), "fraction", 0.08, False, note)
     yield Figure(
@@ -84,12 +84,10 @@ def speed() -> Iterator[Figure]:
     turns = take_turns({name: functools.partial(rate, name) for name in decoders} | {"roof": _bandwidth}, 5)
     ratios = [a / b for a, b in zip(turns["int4"], turns["float32"], strict=True)]
     rates = {name: statistics.median(values) for name, values in turns.items()}
-    note = f"{rates['int4']:.1f} and {rates['float32']:.1f} tokens/s, {threads} threads"
-    yield Figure("int4 decoding over float32", tuple(ratios), "ratio", 2.0, True, note, {"threads": threads})
-    moved = weight_bytes(packed)
-    shares = [moved * rate / roof for rate, roof in zip(turns["int4"], turns["roof"], strict=True)]
-    note = f"{moved / 1e6:.0f} MB a token; what is left is unpacking and small ops"
-    yield Figure("int4 decoding over read bandwidth", tuple(shares), "fraction", 0.2, True, note)
+    reached = weight_bytes(packed) * rates["int4"] / rates["roof"]
+    note = f"{rates['int4']:.1f} and {rates['float32']:.1f} tokens/s; {reached:.0%} of the read bandwidth"
+    params = {"threads": threads, "share_of_bandwidth": reached}
+    yield Figure("int4 decoding over float32", tuple(ratios), "ratio", 2.0, True, note, params)
     yield from _llama_cpp(rates["int4"], threads)
 
 

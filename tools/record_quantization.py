@@ -16,7 +16,7 @@ from labkit.corpora import load_text, token_batches
 from labkit.hardware import describe
 from labkit.models import DEFAULT_MODEL, load_model, shared_copy
 from labkit.quality import perplexity
-from labkit.quantization import AWQConfig, GPTQConfig, RTNConfig, SmoothQuantConfig, quantize_
+from labkit.quantization import AWQConfig, GPTQConfig, RTNConfig, quantize_
 from labkit.quantization.mixed import choose_bits, sensitivity
 from labkit.quantization.plan import plan
 from labkit.quantization.recorded import RECORDED, SENSITIVITY, recorded_sensitivity
@@ -35,7 +35,6 @@ def settings() -> Iterator[dict[str, object]]:
         if bits == 8:
             for method in ("AWQ", "GPTQ"):
                 yield {"method": method, "bits": 4, "group_size": 64, "plan": f"{BUDGET} of 16 bits"}
-            yield {"method": "W8A8", "bits": 8, "group_size": -1}
     for group_size, bits in ((32, 4), (32, 3), (-1, 4), (16, 4), (16, 3)):
         yield from ({"method": method, "bits": bits, "group_size": group_size} for method in ("GPTQ", "AWQ"))
 
@@ -67,10 +66,7 @@ class Recorder:
     def run(self, setting: dict[str, object]) -> dict[str, object]:
         """Quantize and evaluate; the setting with what came out."""
         model, bits_per_module = self.fresh(), None
-        if setting["method"] == "W8A8":
-            config = SmoothQuantConfig()
-        else:
-            config = _METHODS[setting["method"]](bits=setting["bits"], group_size=setting["group_size"])
+        config = _METHODS[setting["method"]](bits=setting["bits"], group_size=setting["group_size"])
         if "plan" in setting:
             linears = plan(model, ("lm_head",)).linears
             budget = int(BUDGET * sum(2 * linear.weight.numel() for linear in linears.values()))
@@ -109,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Record what is not recorded yet; `--again` starts over."""
     parser = argparse.ArgumentParser(prog="make record", description=__doc__.splitlines()[0])
     parser.add_argument("--again", action="store_true", help="forget what was recorded before")
-    parser.add_argument("--only", choices=[*_METHODS, "W8A8"], help="runs of this method alone")
+    parser.add_argument("--only", choices=_METHODS, help="runs of this method alone")
     args = parser.parse_args(argv)
     recorder = Recorder()
     if args.again:

@@ -1,4 +1,4 @@
-"""How a model being trained is judged: perplexity, and the distance to the float model on several texts."""
+"""How a model being trained is evaluated: perplexity, and the distance to the float model on several texts."""
 
 from __future__ import annotations
 

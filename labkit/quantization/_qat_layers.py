@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,6 +14,13 @@ from labkit.quantization.primitives import Grid, stored_scales
 
 # No step size falls below this part of what it began as: at 0 and below there is no grid.
 _LEAST = 0.05
+
+
+def put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Have `modules` stand in the model, each by its full name."""
+    for name, module in modules.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, module)
 
 
 class _Round(torch.autograd.Function):
@@ -60,6 +69,8 @@ class FakeQuantLinear(nn.Module):
     Trained are `latent`, the codes before they are rounded `(out_features, groups, group)`, and `relative`, each step
     size over the one that it began with `(out_features, groups)`: in these units one learning rate serves all matrices.
     Columns lie in group order, so under act-order x is sorted first. `teaching`: the float layer answers instead.
+    A latent begins where the float weight lies on the grid; in the middle of its code where that is another than the
+    nearest, as GPTQ's often are: from the float weight's place it would fall back at once, all of them together.
     """
 
     def __init__(self, linear: nn.Linear, start: PackedWeight, dtype: torch.dtype) -> None:
@@ -68,17 +79,24 @@ class FakeQuantLinear(nn.Module):
         self._linear = [linear]
         self.start, self.dtype, self.teaching = start, dtype, False
         self.top = (1 << start.bits) - 1
-        codes, order = start.codes(), None
-        if start.g_idx is not None:
-            order = torch.argsort(start.g_idx, stable=True)
-            codes = codes[:, order]
-        self.order = order
+        self.order = None if start.g_idx is None else torch.argsort(start.g_idx, stable=True)
         zeros = start.zeros
         middle = torch.full(start.scales.shape, 1 << (start.bits - 1), device=start.device)
         self.zeros = (middle if zeros is None else zeros).float()
         self.scales = start.scales.float()
-        self.latent = nn.Parameter(codes.float().unflatten(1, (-1, start.group_size)))
+        self.latent = nn.Parameter(self._begin())
         self.relative = nn.Parameter(torch.ones_like(self.scales))
+
+    @torch.no_grad()
+    def _begin(self) -> torch.Tensor:
+        codes, weight = (
+            matrix.float() if self.order is None else matrix.float()[:, self.order]
+            for matrix in (self.start.codes(), self.linear.weight)
+        )
+        shape = (1, (-1, self.start.group_size))
+        codes, weight = codes.unflatten(*shape), weight.unflatten(*shape)
+        exact = weight / self.scales[..., None] + self.zeros[..., None]
+        return torch.where(exact.round() == codes, exact, codes)
 
     @property
     def linear(self) -> nn.Linear:

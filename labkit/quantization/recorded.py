@@ -20,7 +20,7 @@ SENSITIVITY = DATA / "recorded" / "sensitivity_3bit.json"
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One setting over the whole model: `method` is RTN, GPTQ, AWQ or W8A8, `plan` "uniform" or how bits were mixed.
+    """One setting over the whole model: `method` is RTN, GPTQ or AWQ, `plan` "uniform" or how bits were mixed.
 
     perplexity and baseline (the float model's) are over the same windows; `bits_per_weight` counts scales, zero points
     and indices; `seconds` is what quantizing took.

@@ -31,7 +31,7 @@ CONFIG = QATConfig(
     trainable="codes and scales",
     steps=6,
     compute_dtype="float32",
-    learning_rate=0.05,
+    learning_rate=0.01,
     scale_learning_rate=1e-3,
     save_every=2,
 )
@@ -79,8 +79,8 @@ def test_it_comes_closer_to_the_float_model_than_what_it_started_from(model, ids
     before = kl_divergence(wanted, started(ids).logits)
     report = train(model, ids, dataclasses.replace(CONFIG, steps=60, trainable=trainable, scale_learning_rate=0.01))
     after = kl_divergence(wanted, model(ids).logits)
-    # Measured: 0.37 of what it was with the codes, 0.44 with step sizes alone.
-    assert after < (0.42 if trainable == "codes and scales" else 0.5) * before
+    # Measured: 0.31 of what it was with the codes, 0.44 with step sizes alone.
+    assert after < (0.36 if trainable == "codes and scales" else 0.5) * before
     assert sum(report.losses[-8:]) < sum(report.losses[:8])
     assert isinstance(report, QATReport) and report.steps == tuple(range(1, 61)) and len(report.losses) == 60
 
@@ -190,6 +190,21 @@ def test_the_straight_through_gradient_stops_at_the_ends_of_the_grid(model):
     assert torch.equal(layer.weight().detach(), grid.decode(codes).flatten(1))
 
 
+def test_a_latent_begins_where_the_float_weight_lies_within_its_code():
+    linear, shifted = nn.Linear(64, 5), torch.randn(5, 64) * 0.02
+    start = round_to_nearest(linear.weight + shifted, RTNConfig(3, 32))
+    start = dataclasses.replace(start, g_idx=torch.arange(64, dtype=torch.int32).flip(0) // 32)
+    layer = FakeQuantLinear(linear, start, torch.float32)
+    latent = layer.latent.detach().flatten(1)[:, torch.argsort(layer.order)]
+    assert torch.equal(latent.round(), start.codes().float())
+    assert torch.equal(layer.packed().qweight, start.qweight)
+    exact = linear.weight.detach() / start.by_column(start.scales.float()) + start.by_column(start.zeros.float())
+    nearest = exact.round() == start.codes()
+    assert 20 < int(nearest.sum()) < 300
+    torch.testing.assert_close(latent[nearest], exact[nearest])
+    assert torch.equal(latent[~nearest], start.codes()[~nearest].float())
+
+
 def test_a_step_size_trained_below_zero_still_makes_a_grid():
     layer = FakeQuantLinear(nn.Linear(64, 5), round_to_nearest(torch.randn(5, 64), RTNConfig(3, 32)), torch.float32)
     with torch.no_grad():
@@ -260,7 +275,7 @@ def test_a_state_of_something_else_is_refused_and_nothing_is_touched(model, ids,
     train(tiny_like(model), ids, config)
     before = tensors(model)
     for arguments, message in (
-        ((ids, dataclasses.replace(config, learning_rate=0.5)), "learning_rate=0.05 and not 0.5"),
+        ((ids, dataclasses.replace(config, learning_rate=0.5)), "learning_rate=0.01 and not 0.5"),
         ((ids.flip(0), config), "model_and_text="),
     ):
         with pytest.raises(ValueError, match=f"state_path: got .*{message}"):
@@ -340,8 +355,9 @@ def test_the_rate_rises_and_falls_to_nothing():
 
 def test_bfloat16_products_change_the_loss_little(model, ids):
     other = tiny_like(model)
-    exact = train(model, ids).losses
-    fast = train(other, ids, dataclasses.replace(CONFIG, compute_dtype="bfloat16")).losses
+    config = dataclasses.replace(CONFIG, trainable="scales")
+    exact = train(model, ids, config).losses
+    fast = train(other, ids, dataclasses.replace(config, compute_dtype="bfloat16")).losses
     assert fast == pytest.approx(exact, rel=0.1) and fast != exact
 
 

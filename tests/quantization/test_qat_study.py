@@ -10,10 +10,16 @@ from labkit.models import LoadedModel, tiny_model
 from labkit.quality import kl_divergence, perplexity
 from labkit.quantization import QATConfig, quantize_
 from labkit.quantization.gptq import GPTQConfig
-from labkit.quantization.qat_study import RECORDED, QATStudy, float_control, qat_study, recorded_study
+from labkit.quantization.qat_study import RECORDED, VARIANTS, QATStudy, float_control, qat_study, recorded_study
 
 CONFIG = QATConfig(
-    group_size=32, trainable="codes and scales", steps=12, batch_size=2, learning_rate=0.05, start_samples=4
+    group_size=32,
+    trainable="codes and scales",
+    steps=12,
+    batch_size=2,
+    learning_rate=1e-3,
+    scale_learning_rate=0.01,
+    start_samples=4,
 )
 
 
@@ -45,6 +51,7 @@ def study():
             "other_windows": 2,
             "n_points": 4,
             "control_learning_rate": 1e-3,
+            "variants": {"scales": {"trainable": "scales"}, "next token": {"distillation": 0.0}},
         }
         return qat_study("tiny", CONFIG, **options, progress=False)
 
@@ -82,6 +89,18 @@ def test_it_is_nearer_to_the_float_model_on_the_text_it_was_trained_on(study):
     assert study.recovered == pytest.approx((start - study.perplexity) / (start - study.baseline))
 
 
+def test_variants_begin_where_the_first_did_and_go_their_own_way(study):
+    alone, next_token = study.variants["scales"], study.variants["next token"]
+    # Step sizes alone leave each code where it was; the straight-through estimator does not.
+    assert alone.code_changes == 0.0 < study.code_changes < 0.5
+    assert alone.losses[0] == study.losses[0] and alone.points[0] == study.points[0]
+    assert alone.losses[1:] != study.losses[1:] and alone.perplexity != study.perplexity
+    # Cross-entropy is above what it is to the float model itself.
+    assert min(next_token.losses) > max(alone.losses) and len(next_token.losses) == 12
+    assert [point.step for point in next_token.points] == [0, 4, 8, 12]
+    assert set(next_token.kl_after) == {"pydoc", "python-source"}
+
+
 def test_the_control_is_trained_on_the_same_batches_in_float(study):
     assert study.control.perplexity_before == study.baseline
     assert study.control.perplexity_after < study.baseline and len(study.control.losses) == 12
@@ -112,15 +131,20 @@ def test_windows_that_are_not_there_and_a_saved_training_are_refused(monkeypatch
         ValueError, match="windows: got 700; takes at most the 625 windows of 32 tokens that pydoc holds"
     ):
         qat_study("tiny", CONFIG, n_samples=8, seq_len=32, eval_windows=700)
+    with pytest.raises(ValueError, match=r"variants\['other'\]: got 'bits'; takes distillation, learning_rate"):
+        qat_study("tiny", CONFIG, variants={"other": {"bits": 4}})
     with pytest.raises(ValueError, match="config.state_path: got"):
         qat_study("tiny", dataclasses.replace(CONFIG, state_path=tmp_path / "x"))
 
 
 def test_the_recorded_run_reaches_what_the_course_promises():
     run = recorded_study(RECORDED)
-    assert isinstance(run, QATStudy) and {"machine", "torch", "date", "commit"} <= set(run.provenance)
+    assert isinstance(run, QATStudy) and {"machine", "date", "commit"} <= set(run.provenance)
     assert run.model == "smollm2-135m" and run.config["bits"] == 3 and run.seconds <= 600
     assert run.recovered >= 1 / 3 and run.bits_per_weight < 3.6
     # Not by learning the text alone: it is nearer to the float model on another kind of text too.
     assert run.kl_after["python-source"] < run.kl_before["python-source"]
     assert len(run.losses) == run.config["steps"] == len(run.control.losses)
+    # Where others were recorded beside it, they are as many steps long.
+    assert set(run.variants) <= set(VARIANTS)
+    assert all(len(found.losses) == len(run.losses) for found in run.variants.values())
