@@ -23,7 +23,7 @@ class RecordedRun:
     """One setting over the whole model: `method` is RTN, GPTQ or AWQ, `plan` "uniform" or how bits were mixed.
 
     perplexity and baseline (the float model's) are over the same windows; `bits_per_weight` counts scales, zero points
-    and indices; `seconds` is what quantizing took.
+    and indices; `seconds` is what quantizing took; `note` what else there is to know.
     """
 
     method: str
@@ -41,6 +41,7 @@ class RecordedRun:
     plan: str = "uniform"
     calibration: str = ""
     evaluation: str = ""
+    note: str = ""
 
     def measurement_of_loss(self) -> Measurement:
         """Perplexity over the float model's, labelled RECORDED."""
@@ -77,6 +78,12 @@ def recorded_run(method: str, bits: int, group_size: int, *, plan: str = "unifor
     return next((r for r in recorded_runs() if (r.method, r.bits, r.group_size, r.plan) == asked), None)
 
 
+def _loss(run: RecordedRun) -> str:
+    """In percent, and in multiples where percent no longer says anything."""
+    ratio = run.perplexity / run.baseline
+    return f"{ratio - 1:+.1%}" if ratio < 10 else f"{ratio:,.0f}x"
+
+
 def runs_table(runs: Iterable[RecordedRun]) -> Table:
     """A row a run, with what it lost over the float model and the machine that it ran on."""
     rows = tuple(
@@ -86,8 +93,8 @@ def runs_table(runs: Iterable[RecordedRun]) -> Table:
             "row" if run.group_size == -1 else str(run.group_size),
             f"{run.bits_per_weight:.2f}",
             f"{run.perplexity:.2f}",
-            f"{run.perplexity / run.baseline - 1:+.1%}",
-            f"{run.seconds:.0f} s",
+            _loss(run),
+            f"{run.seconds:.0f} s" + (f" ({run.note})" if run.note else ""),
         )
         for run in runs
     )

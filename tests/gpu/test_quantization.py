@@ -18,8 +18,8 @@ def ids():
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_gpu_quantizes_as_the_cpu_does(config, ids):
-    models = [tiny_model(), tiny_model().to("cuda")]
+def test_a_gpu_quantizes_as_the_cpu_does(config, ids, device):
+    models = [tiny_model(), tiny_model().to(device)]
     reports = [quantize_(model, config, ids, progress=False) for model in models]
     for a, b in zip(reports[0].matrices, reports[1].matrices, strict=True):
         # Sums in another order may tip a weight that lies between two codes, and what GPTQ makes of the rest.
@@ -29,15 +29,15 @@ def test_a_gpu_quantizes_as_the_cpu_does(config, ids):
     assert sqnr_db(*logits) > 15
 
 
-def test_packed_weights_go_to_a_gpu_and_back_bit_by_bit(ids):
+def test_packed_weights_go_to_a_gpu_and_back_bit_by_bit(ids, device):
     model = tiny_model()
     quantize_(model, GPTQConfig(4, 16), ids, progress=False)
     layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
     before = [{name: t.clone() for name, t in layer.portable().tensors.items()} for layer in layers]
     size = weight_bytes(model)
-    model.to("cuda", torch.bfloat16)
-    assert all(layer.portable().device.type == "cuda" for layer in layers)
-    model(input_ids=ids.cuda())
+    model.to(device, torch.bfloat16)
+    assert all(layer.portable().device == device for layer in layers)
+    model(input_ids=ids.to(device))
     model.to("cpu", torch.float32)
     assert weight_bytes(model) == size
     for layer, known in zip(layers, before, strict=True):
