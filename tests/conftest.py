@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 if TYPE_CHECKING:
     from labkit.models import LoadedModel
+
+# Without a GPU the Triton kernels run in Triton's interpreter, which reads this as it is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     """The same random numbers in each test, whichever ran before it."""
-    import torch
-
     torch.manual_seed(0)
 
 
@@ -34,8 +38,6 @@ def default_model() -> Iterator[LoadedModel]:
 
     Fetched into the user's own cache if it is not there yet, so that it is converted at most once.
     """
-    import torch
-
     from labkit.models import load_model
 
     yield load_model(dtype=torch.float32, device="cpu")

@@ -1,6 +1,10 @@
 """What every op's choice of backend is made of."""
 
+import importlib.util
 from dataclasses import dataclass
+from functools import cache
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -13,3 +17,35 @@ class Choice:
 
 class BackendUnavailable(RuntimeError):
     """A backend asked for by name cannot run here; the message says why."""
+
+
+_LEAST_CAPABILITY = (8, 0)
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, as TRITON_INTERPRET=1 makes it if set before the first one."""
+    if not _has_triton():
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def why_no_triton(device: torch.device) -> str | None:
+    """Why a Triton kernel cannot run on tensors of this device, or None."""
+    if not _has_triton():
+        return "Triton is not installed"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= _LEAST_CAPABILITY:
+            return None
+        return f"it needs compute capability 8.0; this GPU has {capability[0]}.{capability[1]}"
+    if device.type == "cpu":
+        needs = "on a CPU it needs Triton's interpreter: set TRITON_INTERPRET=1 before labkit is imported"
+        return None if interpreted() else needs
+    return f"it runs on CUDA GPUs; the tensors are on {device}"

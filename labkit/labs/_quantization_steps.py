@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from labkit.engine import Decoder
 from labkit.kernels import PackedWeight, choose_backend
-from labkit.kernels.quantized_linear import Int4PackWeight
 from labkit.labs._quantization_models import read_bytes
 from labkit.labs._quantization_result import BlockErrors, LayerErrors, QuantizationParams, Speed
 from labkit.measure import Timing, synchronize
@@ -157,4 +156,4 @@ def _backend_of(model: PreTrainedModel) -> tuple[str, str, bool]:
         return choice.name, choice.reason, False
     x = torch.empty(1, linear.in_features, dtype=torch.bfloat16, device=model.device)
     choice = choose_backend("quantized_linear", x, linear.weight)
-    return choice.name, choice.reason, isinstance(linear.weight, Int4PackWeight)
+    return choice.name, choice.reason, not isinstance(linear.weight, PackedWeight)

@@ -10,7 +10,7 @@ from torch import nn
 
 from labkit import _check
 from labkit.kernels import quantized_linear
-from labkit.kernels.quantized_linear import Int4PackWeight, decode_layout
+from labkit.kernels.quantized_linear import Int4PackWeight, Weight, decode_layout, portable
 from labkit.kernels.types import PackedWeight
 from labkit.quantization.calibration import Replacement
 
@@ -29,10 +29,10 @@ class _Packed(nn.Module):
         _check.require(isinstance(weight, PackedWeight), "weight", type(weight).__name__, "a PackedWeight")
         # Empty: it goes where the module is sent and takes on the dtype that its activations will have.
         self.register_buffer("_activations", torch.empty(0, dtype=dtype, device=weight.device), persistent=False)
-        self.weight: PackedWeight | Int4PackWeight = weight
+        self.weight: Weight = weight
         self._hold(weight)
 
-    def _hold(self, weight: PackedWeight | Int4PackWeight) -> None:
+    def _hold(self, weight: Weight) -> None:
         """Make `weight` the module's, and its tensors the module's buffers."""
         for name in (*self.weight.tensors, *weight.tensors):
             self._buffers.pop(name, None)
@@ -75,12 +75,12 @@ class _Packed(nn.Module):
         finally:
             self._hold(held)
 
-    def _laid_out(self, weight: PackedWeight) -> PackedWeight | Int4PackWeight:
+    def _laid_out(self, weight: PackedWeight) -> Weight:
         return weight
 
     def portable(self) -> PackedWeight:
         """The weight in the order that does not depend on a processor."""
-        return self.weight.unpack() if isinstance(self.weight, Int4PackWeight) else self.weight
+        return portable(self.weight)
 
     def extra_repr(self) -> str:
         weight = self.weight
@@ -106,7 +106,7 @@ class QuantLinear(_Packed):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self._hold(self._laid_out(weight))
 
-    def _laid_out(self, weight: PackedWeight) -> PackedWeight | Int4PackWeight:
+    def _laid_out(self, weight: PackedWeight) -> Weight:
         return decode_layout(weight, self._activations.dtype)
 
     @property

@@ -51,6 +51,7 @@ class Section:
 
 
 _EIGHT_BIT = ("labkit/quantization/row_scaled.py", "labkit/quantization/smoothquant.py", "labkit/quantization/fp8.py")
+_PACKED = ("labkit/kernels/quantized_linear/*.py", "labkit/kernels/types.py", "labkit/kernels/bits.py")
 _ENGINE = ("labkit/engine/*.py", "labkit/kernels/dense_linear/*.py")
 
 # In the order they run: what the others are held against comes first.
@@ -60,5 +61,6 @@ SECTIONS = (
     Section("tests", "labkit.cli.gpu_sections.tests:gpu_tests", (*_ENGINE, "labkit/kernels/**/triton.py")),
     Section("decoder_1b", "labkit.cli.gpu_sections.decoder:decoder_1b", _ENGINE),
     Section("decoder_8b", "labkit.cli.gpu_sections.decoder:decoder_8b", _ENGINE),
+    Section("quantized_linear", "labkit.cli.gpu_sections.quantized_linear:quantized_linear", _PACKED, timeout_s=75.0),
     Section("eight_bit", "labkit.cli.gpu_sections.eight_bit:eight_bit", _EIGHT_BIT),
 )

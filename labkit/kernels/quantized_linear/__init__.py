@@ -1,38 +1,67 @@
 """`x @ weight.T` with a packed weight: fewer bytes a weight, which is what a decode step waits for.
 
-"torch" runs a weight laid out for PyTorch's packed matmul (`Int4PackWeight`) through that op, and a portable one
-(`PackedWeight`) by dequantizing it and multiplying with the library's matmul. "reference" is the definition in float32.
+A weight comes portable (`PackedWeight`) or laid out: for PyTorch's packed matmul on the CPU (`Int4PackWeight`) or for
+the Triton kernel (`InterleavedWeight`). "triton" is that kernel. "torch" is PyTorch's packed matmul where the weight is
+laid out for it, else the weight is dequantized and multiplied by the library. "reference" is the definition in float32.
 """
 
 import torch
 import torch.nn.functional as F
 
 from labkit import _check
-from labkit.kernels._backend import BackendUnavailable, Choice
-from labkit.kernels.quantized_linear.int4pack import Int4PackWeight, why_not
+from labkit.kernels._backend import BackendUnavailable, Choice, why_no_triton
+from labkit.kernels.quantized_linear import int4pack, interleaved
+from labkit.kernels.quantized_linear.int4pack import Int4PackWeight
+from labkit.kernels.quantized_linear.interleaved import InterleavedWeight
 from labkit.kernels.quantized_linear.reference import quantized_linear_reference
 from labkit.kernels.types import PackedWeight
 
-BACKENDS = ("torch", "reference")
+BACKENDS = ("triton", "torch", "reference")
+Weight = PackedWeight | Int4PackWeight | InterleavedWeight
+_HALVES = (torch.bfloat16, torch.float16)
 
-__all__ = ["BACKENDS", "Int4PackWeight", "choose", "decode_layout", "quantized_linear"]
+__all__ = [
+    "BACKENDS",
+    "Int4PackWeight",
+    "InterleavedWeight",
+    "Weight",
+    "choose",
+    "decode_layout",
+    "portable",
+    "quantized_linear",
+]
 
 
-def decode_layout(weight: PackedWeight | Int4PackWeight, dtype: torch.dtype) -> PackedWeight | Int4PackWeight:
+def portable(weight: Weight) -> PackedWeight:
+    """The weight in the order that depends on no processor; the same object where it is that."""
+    return weight if isinstance(weight, PackedWeight) else weight.unpack()
+
+
+def decode_layout(weight: Weight, dtype: torch.dtype) -> Weight:
     """The weight as it is fastest to decode with, where activations have `dtype`; the same object where it is that.
 
-    Codes and scales exactly; at 4 bits the product's offset is rounded (`int4pack` says by how much).
+    Codes and scales exactly; on the CPU at 4 bits the product's offset is rounded (`int4pack` says by how much).
     """
-    packed = isinstance(weight, Int4PackWeight)
-    wanted = dtype is torch.bfloat16 and (packed or why_not(weight) is None)
-    if packed == wanted:
+    room, wanted = _layout_room(weight, dtype)
+    if isinstance(weight, PackedWeight) and wanted is not PackedWeight and room.why_not(weight):
+        wanted = PackedWeight
+    if isinstance(weight, wanted):
         return weight
-    return weight.unpack() if packed else Int4PackWeight.of(weight)
+    return portable(weight) if wanted is PackedWeight else wanted.of(portable(weight))
 
 
-def _check_tensors(x: torch.Tensor, weight: PackedWeight | Int4PackWeight) -> None:
+def _layout_room(weight: Weight, dtype: torch.dtype) -> tuple[object, type]:
+    """The layout for this device and dtype, and its file; whether it can hold this weight is another question."""
+    if weight.device.type == "cuda" and dtype in _HALVES and why_no_triton(weight.device) is None:
+        return interleaved, InterleavedWeight
+    if weight.device.type == "cpu" and dtype is torch.bfloat16:
+        return int4pack, Int4PackWeight
+    return None, PackedWeight
+
+
+def _check_tensors(x: torch.Tensor, weight: Weight) -> None:
     """Refuse what cannot be multiplied; a step comes here for each of its matrices, so sentences are made only then."""
-    both = isinstance(x, torch.Tensor) and isinstance(weight, PackedWeight | Int4PackWeight)
+    both = isinstance(x, torch.Tensor) and isinstance(weight, Weight)
     if both and x.ndim and x.shape[-1] == weight.in_features and x.is_floating_point() and x.device == weight.device:
         return
     _check.tensor("x", x)
@@ -41,41 +70,106 @@ def _check_tensors(x: torch.Tensor, weight: PackedWeight | Int4PackWeight) -> No
     _check.require(False, "x", got, f"floating-point (..., {weight.in_features}) on {weight.device}")
 
 
-def choose(x: torch.Tensor, weight: PackedWeight | Int4PackWeight) -> Choice:
+def choose(x: torch.Tensor, weight: Weight) -> Choice:
     """As `choose_backend("quantized_linear", x, weight)`."""
     _check_tensors(x, weight)
     if isinstance(weight, Int4PackWeight):
-        if x.dtype is torch.bfloat16:
-            halves = "" if weight.bits == 4 else ", over both halves of the 8 bits"
-            return Choice("torch", f"PyTorch's packed 4-bit matmul{halves}")
-        return Choice("torch", "the weight is laid out for bfloat16: x is converted to it and back")
-    reason = why_not(weight)
-    if reason is None and x.dtype is not torch.bfloat16:
-        reason = f"it is fast in bfloat16 alone, and x is {str(x.dtype).removeprefix('torch.')}"
+        return _choose_int4pack(x, weight)
+    if isinstance(weight, InterleavedWeight):
+        return _choose_interleaved(x, weight)
+    room, wanted = _layout_room(weight, x.dtype)
+    if wanted is PackedWeight:
+        room = interleaved if weight.device.type == "cuda" else int4pack
+    serves = "the Triton kernel" if room is interleaved else "the packed matmul"
+    reason = room.why_not(weight)
+    if reason is None and wanted is PackedWeight:
+        reason = why_no_triton(weight.device) if room is interleaved else None
+        in_what = "bfloat16 and float16" if room is interleaved else "bfloat16 alone"
+        reason = reason or f"it is fast in {in_what}, and x is {_name(x.dtype)}"
     reason = reason or "the weight is not laid out for it (decode_layout does that)"
-    return Choice("torch", f"dequantize, then the library's matmul; the packed matmul does not serve: {reason}")
+    return Choice("torch", f"dequantize, then the library's matmul; {serves} does not serve: {reason}")
 
 
-def _torch(x: torch.Tensor, weight: PackedWeight | Int4PackWeight) -> torch.Tensor:
-    if isinstance(weight, PackedWeight):
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _choose_int4pack(x: torch.Tensor, weight: Int4PackWeight) -> Choice:
+    if x.dtype is torch.bfloat16:
+        halves = "" if weight.bits == 4 else ", over both halves of the 8 bits"
+        return Choice("torch", f"PyTorch's packed 4-bit matmul{halves}")
+    return Choice("torch", "the weight is laid out for bfloat16: x is converted to it and back")
+
+
+def _choose_interleaved(x: torch.Tensor, weight: InterleavedWeight) -> Choice:
+    """On a CPU the interpreter runs only where it is asked for: it is for looking, and slow."""
+    reason = why_no_triton(weight.device)
+    if weight.device.type != "cuda":
+        says = reason or "its interpreter runs for backend='triton' alone"
+        return Choice("torch", f"dequantize, then the library's matmul; the Triton kernel does not serve: {says}")
+    from labkit.kernels.quantized_linear import triton as room
+
+    rows = x.numel() // weight.in_features
+    if rows >= room.DEQUANTIZE_FROM_ROWS:
+        why = (
+            f"{rows} rows; from {room.DEQUANTIZE_FROM_ROWS} on, dequantizing costs less than the library's matmul gains"
+        )
+        return Choice("torch", why)
+    tile = room.tile_for(rows)
+    how = f"split over K, {tile.block_n} outputs by {tile.block_m} rows" if tile.programs else "a tile a program"
+    other = "" if x.dtype in _HALVES else f"; x is {_name(x.dtype)}: it is converted to bfloat16 and back"
+    return Choice("triton", f"the packed kernel for {rows} rows: {how}{other}")
+
+
+def _torch(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    if isinstance(weight, InterleavedWeight) and weight.device.type == "cuda":
+        from labkit.kernels.quantized_linear import triton as room
+
+        return F.linear(x, room.dequantize(weight, x.dtype))
+    if not isinstance(weight, Int4PackWeight):
         return F.linear(x, weight.dequantize(x.dtype))
+    return _as_rows(x, weight, (torch.bfloat16,), weight.multiply)
+
+
+def _triton(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """A weight that is not laid out for the kernel is, for this one product."""
+    reason = why_no_triton(weight.device)
+    if reason is None and not isinstance(weight, InterleavedWeight):
+        weight = portable(weight)
+        reason = interleaved.why_not(weight)
+    if reason is None and weight.device.type == "cpu" and x.dtype is not torch.float16:
+        reason = f"Triton's interpreter multiplies float16 rightly, and x is {_name(x.dtype)}"
+    if reason is not None:
+        raise BackendUnavailable(f"quantized_linear: backend 'triton' cannot run: {reason}")
+    from labkit.kernels.quantized_linear import triton as room
+
+    weight = weight if isinstance(weight, InterleavedWeight) else InterleavedWeight.of(weight)
+    return _as_rows(x, weight, _HALVES, lambda rows: room.multiply(rows, weight))
+
+
+def _as_rows(x: torch.Tensor, weight: Weight, dtypes: tuple[torch.dtype, ...], multiply: object) -> torch.Tensor:
+    """`multiply` of x as `(rows, in_features)` in one of `dtypes`, back in x's shape and dtype."""
     rows = x.reshape(-1, weight.in_features)
     if not rows.shape[0]:
         return x.new_empty(*x.shape[:-1], weight.out_features)
-    y = weight.multiply(rows.to(torch.bfloat16).contiguous())
+    if rows.dtype not in dtypes:
+        rows = rows.to(dtypes[0])
+    y = multiply(rows.contiguous())
     return y.view(*x.shape[:-1], weight.out_features).to(x.dtype)
 
 
-def quantized_linear(x: torch.Tensor, weight: PackedWeight | Int4PackWeight, *, backend: str = "auto") -> torch.Tensor:
+def quantized_linear(x: torch.Tensor, weight: Weight, *, backend: str = "auto") -> torch.Tensor:
     """`x (..., in_features)` times the transposed weight `(out_features, in_features)`: `(..., out_features)`.
 
     Errors: ValueError for shapes that do not fit; BackendUnavailable where a backend asked for by name cannot run.
     """
     _check_tensors(x, weight)
-    if backend in ("auto", "torch"):
+    if backend == "auto":
+        on_cpu = weight.device.type == "cpu"
+        backend = "torch" if on_cpu or isinstance(weight, PackedWeight) else choose(x, weight).name
+    if backend == "torch":
         return _torch(x, weight)
     if backend == "triton":
-        raise BackendUnavailable("quantized_linear: backend 'triton' cannot run: there is no such kernel yet")
-    _check.choice("backend", backend, ("auto", "triton", *BACKENDS))
-    portable = weight.unpack() if isinstance(weight, Int4PackWeight) else weight
-    return quantized_linear_reference(x, portable)
+        return _triton(x, weight)
+    _check.choice("backend", backend, ("auto", *BACKENDS))
+    return quantized_linear_reference(x, portable(weight))

@@ -1,0 +1,77 @@
+"""Every kernel compiled for every chip, without one of them; and the faults that this finds are found.
+
+The compiler runs in a process of its own, where Triton does not interpret.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from labkit.kernels import aot
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+_FAULTY = """
+import json
+from dataclasses import asdict, replace
+from labkit.kernels import aot
+case = next(case for case in aot.cases() if case.name.startswith("W4A16"))
+wide = {**case.constants, "split": False, "block_n": 128, "block_m": 128}
+faults = {
+    "trap": (replace(case, constants=wide, num_warps=8), 100),
+    "spills": (replace(case, constants=wide, num_warps=4), 80),
+    "shared": (replace(case, constants=wide, num_stages=6, spill_bytes=10**6), 86),
+    "error": (replace(case, constants={**case.constants, "block_m": 48}), 90),
+    "none": (case, 90),
+}
+print(json.dumps({name: aot.compile_case(*fault).problem(fault[0]) for name, fault in faults.items()}))
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
+
+
+def test_every_kernel_compiles_for_every_chip_and_nothing_spills() -> None:
+    begin = time.perf_counter()
+    ran = run("-m", "labkit.kernels.aot")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    rows = [line for line in ran.stdout.splitlines() if re.search(r"\bsm_\d+\b", line)]
+    assert {re.search(r"\bsm_(\d+)\b", row)[1] for row in rows} == {"80", "86", "89", "90", "100", "120"}
+    assert all(kernel in ran.stdout for kernel in ("W4A16", "W8A16", "split-K", "dequantize"))
+    assert len(rows) <= 60 and len(rows) % 6 == 0
+    assert time.perf_counter() - begin < 120
+
+
+@pytest.fixture(scope="module")
+def problems() -> dict[str, str]:
+    ran = run("-c", _FAULTY)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("trap", "compiled to a trap"),
+        ("spills", r"\d+ bytes a thread spill; at most 0 are allowed"),
+        ("shared", r"\d+ bytes of shared memory; sm_86 has 101376"),
+        ("error", "CompilationError: "),
+        ("none", "^$"),
+    ],
+)
+def test_a_fault_is_found(fault: str, says: str, problems: dict[str, str]) -> None:
+    assert re.search(says, problems[fault]), problems
+
+
+def test_a_chip_takes_all_of_its_shared_memory_and_not_a_byte_more() -> None:
+    case = aot.Case("kernel", None, {}, {})
+    for capability, size in aot.SHARED_BYTES.items():
+        assert aot.Compiled("kernel", capability, shared=size).problem(case) == ""
+        assert f"has {size}" in aot.Compiled("kernel", capability, shared=size + 1).problem(case)
