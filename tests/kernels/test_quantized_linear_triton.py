@@ -137,6 +137,16 @@ def test_strided_and_empty_inputs() -> None:
         assert quantized_linear(torch.zeros(shape).half(), weight, backend="triton").shape == (*shape[:-1], 16)
 
 
+def test_nothing_past_the_last_group_is_read() -> None:
+    """The filling of a last block belongs to no group; here NaN scales stand where it would."""
+    weight = InterleavedWeight.of(of((16, 144, 48), 4))
+    guarded = torch.full((5, 16), 0x7FC00000, dtype=torch.int32)
+    guarded[:3] = weight.pairs
+    weight = dataclasses.replace(weight, pairs=guarded[:3])
+    assert quantized_linear(torch.randn(2, 144).half(), weight, backend="triton").isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 def test_nan_and_infinity_stay_in_their_row() -> None:
     weight, x = InterleavedWeight.of(of((16, 96, 32), 4)), torch.randn(3, 96).half()
     x[1, 5], x[1, 95] = float("nan"), float("inf")

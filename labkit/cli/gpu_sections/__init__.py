@@ -61,6 +61,6 @@ SECTIONS = (
     Section("tests", "labkit.cli.gpu_sections.tests:gpu_tests", (*_ENGINE, "labkit/kernels/**/triton.py")),
     Section("decoder_1b", "labkit.cli.gpu_sections.decoder:decoder_1b", _ENGINE),
     Section("decoder_8b", "labkit.cli.gpu_sections.decoder:decoder_8b", _ENGINE),
-    Section("quantized_linear", "labkit.cli.gpu_sections.quantized_linear:quantized_linear", _PACKED, timeout_s=75.0),
+    Section("quantized_linear", "labkit.cli.gpu_sections.quantized_linear:quantized_linear", _PACKED),
     Section("eight_bit", "labkit.cli.gpu_sections.eight_bit:eight_bit", _EIGHT_BIT),
 )

@@ -1,6 +1,7 @@
 """One section in this process: `python -m labkit.cli.gpu_sections MODULE:FUNCTION FILE DEVICE`, for `gpu-check`."""
 
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ def main(measure: str, result: str, device: str) -> None:
     """Measure; an error is a traceback on standard error and exit code 1, with what was recorded until then kept."""
     tiny = device == "cpu"
     if tiny:
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read as Triton is imported
         import torch
 
         torch.set_num_threads(1)  # tiny tensors gain nothing from more, and stall where a neighbour is busy

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from labkit.cli.gpu_sections import Recorder
 
 _SHAPES, _GROUP = ((4096, 4096), (14336, 4096)), 128
-_ROWS = (1, 2, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
+_ROWS = (1, 2, 4, 16, 32, 64, 128, 256, 512, 2048)
 _TINY_SHAPES, _TINY_ROWS = ((64, 128),), (1, 17)
 # Rows up to and including: the least ratio to bfloat16.
 _TARGETS = ((4, 1.5), (16, 1.2), (1 << 31, 0.9))
