@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
+import io
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,7 +111,8 @@ def load_model(
     dtype: None for float32 on a CPU and bfloat16 on a GPU. device: None for the GPU if there is one.
     attn_implementation: as in `transformers`; None for its choice.
     The default model's weights are those of a Q4_1 file, dequantized and rescaled channel by channel without a change
-    of what they compute (`model_files.rescale`): that is the baseline of the course.
+    of what they compute (`model_files.rescale`): that is the baseline of the course. A compressed-tensors checkpoint,
+    such as `save_quantized` writes, becomes a float model of the values that its codes stand for.
     Errors: ValueError for an unknown name (with the near names), and for a model that does not fit into free memory,
     with the numbers and what would fit; ModelUnavailable (a RuntimeError) if it cannot be fetched.
     """
@@ -151,7 +155,7 @@ def _load(
     # Straight onto a GPU where accelerate can do it; otherwise by way of the CPU's memory.
     direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     try:
-        with quiet_transformers():
+        with quiet_transformers(), _dequantizing(folder) as quantization:
             model, found = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
@@ -159,6 +163,7 @@ def _load(
                 attn_implementation=attn_implementation,
                 device_map={"": device} if direct else None,
                 output_loading_info=True,
+                **quantization,
                 **options,
             )
     except Exception as error:  # so does the reader of the model
@@ -172,6 +177,27 @@ def _load(
     )
     _check.require(not missing, "name", got, "a folder or Hub id with every weight")
     return LoadedModel(model.to(device).eval().requires_grad_(False), tokenizer, name)
+
+
+@contextlib.contextmanager
+def _dequantizing(folder: Path) -> Iterator[dict[str, object]]:
+    """The option by which transformers dequantizes a compressed-tensors checkpoint as it loads; none for others.
+
+    Left to itself it does so at the first call of the whole model, and a part that is called alone fails. The library
+    draws progress bars that no setting turns off.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # whose reader says it better
+        config = {}
+    stored = config.get("quantization_config") if isinstance(config, dict) else None
+    if not isinstance(stored, dict) or stored.get("quant_method") != "compressed-tensors":
+        yield {}
+        return
+    from transformers import CompressedTensorsConfig
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield {"quantization_config": CompressedTensorsConfig(dequantize=True)}
 
 
 def shared_copy(model: LoadedModel | PreTrainedModel) -> LoadedModel | PreTrainedModel:

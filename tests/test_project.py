@@ -15,7 +15,17 @@ import labkit
 from tools.constraints import canonical, pinned
 
 ROOT = Path(__file__).resolve().parents[1]
-IGNORED_FOLDERS = {".git", ".venv", ".pytest_cache", ".ruff_cache", ".hypothesis", ".labkit-cache", "__pycache__"}
+IGNORED_FOLDERS = {
+    ".git",
+    ".venv",
+    ".venv-quantlibs",
+    ".venv-legacy",
+    ".pytest_cache",
+    ".ruff_cache",
+    ".hypothesis",
+    ".labkit-cache",
+    "__pycache__",
+}
 IGNORED_FOLDERS |= {"artifacts", "build", "labkit.egg-info", ".ipynb_checkpoints"}
 # Where packages come from is the reader's business: pip's and conda's own settings say it.
 INDEX_HOST = re.compile(

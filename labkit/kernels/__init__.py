@@ -10,7 +10,7 @@ import inspect
 import torch
 
 from labkit import _check
-from labkit.kernels._backend import BackendUnavailable, Choice
+from labkit.kernels._backend import BackendUnavailable, Choice, interpret_without_gpu, why_no_triton
 from labkit.kernels.dense_linear import dense_linear
 from labkit.kernels.quantized_linear import quantized_linear
 from labkit.kernels.types import PackedWeight
@@ -24,7 +24,9 @@ __all__ = [
     "PackedWeight",
     "choose_backend",
     "dense_linear",
+    "interpret_without_gpu",
     "quantized_linear",
+    "why_no_triton",
 ]
 
 

@@ -68,11 +68,12 @@ def curves(
     title: str,
     x_title: str,
     y_title: str,
-    ceiling: str | None = None,
+    ceiling: str | Sequence[str] = (),
     log_x: bool = True,
     log_y: bool = True,
 ) -> Chart:
-    """Curves by name, over logarithmic axes unless told otherwise; that named by `ceiling` is a limit's dashed line."""
+    """Curves by name, over logarithmic axes unless told otherwise; `ceiling` names those that are limits, dashed."""
+    ceilings = (ceiling,) if isinstance(ceiling, str) else tuple(ceiling)
     for value in x if isinstance(x, Sequence) else [x]:
         positive = _check.number("x", value) > 0 or not log_x
         _check.require(positive, "x", value, "numbers above 0: the axis is logarithmic")
@@ -80,12 +81,13 @@ def curves(
     for name, y in lines.items():
         _check.require(isinstance(y, Sequence), f"lines[{name!r}]", y, "a list of numbers")
         _check.require(len(y) == len(x), f"lines[{name!r}]", f"{len(y)} values", f"{len(x)}, one for each x")
-    _check.require(ceiling is None or ceiling in lines, "ceiling", ceiling, _check.near(ceiling, lines))
+    for name in ceilings:
+        _check.require(name in lines, "ceiling", name, _check.near(name, lines))
     figure = go.Figure(layout={"template": TEMPLATE, "title": title, "height": _HEIGHT})
     for name, y in lines.items():
-        style = {"line": {"dash": "dash", "color": COLOURS["ceiling"]}} if name == ceiling else {"line": {"width": 3}}
+        style = {"line": {"dash": "dash", "color": COLOURS["ceiling"]}} if name in ceilings else {"line": {"width": 3}}
         figure.add_scatter(
-            x=list(x), y=list(y), name=name, mode="lines" if name == ceiling else "lines+markers", **style
+            x=list(x), y=list(y), name=name, mode="lines" if name in ceilings else "lines+markers", **style
         )
     # Logarithmic both ways, as a roofline is: what grows in proportion is a straight line, and a limit bends it.
     ticks = {"type": "log", "tickvals": list(x), "ticktext": [f"{value:g}" for value in x]} if log_x else {}

@@ -1,6 +1,10 @@
 """quantized_linear's Triton kernel in Triton's interpreter, against float64; its layout there and back."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,3 +186,20 @@ def test_without_a_gpu_the_interpreter_runs_only_by_name(monkeypatch: pytest.Mon
     assert quantized_linear(x, weight).shape == (2, 16)
     with pytest.raises(BackendUnavailable, match="float16 rightly, and x is bfloat16"):
         quantized_linear(x.bfloat16(), weight, backend="triton")
+
+
+def test_the_interpreter_is_switched_on_before_triton_is_imported() -> None:
+    """In processes of their own: this one has imported it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+    def run(code: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", "from labkit.kernels import interpret_without_gpu as switch\n" + code]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2])
+
+    product = (
+        "from labkit.kernels.quantized_linear import triton\nprint(type(triton._quantized_linear_kernel).__name__)"
+    )
+    assert run(f"print(switch(), switch())\n{product}").stdout.split() == ["True", "True", "InterpretedFunction"]
+    assert run(product).stdout.split() == ["JITFunction"]
+    late = run("import triton\nswitch()")
+    assert "restart, and call interpret_without_gpu() first" in late.stderr

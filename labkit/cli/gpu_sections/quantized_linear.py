@@ -13,7 +13,6 @@ _ROWS = (1, 2, 4, 16, 32, 64, 128, 256, 512, 2048)
 _TINY_SHAPES, _TINY_ROWS = ((64, 128),), (1, 17)
 # Rows up to and including: the least ratio to bfloat16.
 _TARGETS = ((4, 1.5), (16, 1.2), (1 << 31, 0.9))
-_LEAST_COPIES = 2
 
 
 def quantized_linear(recorder: Recorder) -> None:
@@ -47,23 +46,18 @@ def _one(recorder: Recorder, shape: tuple[int, int], bits: int, rows: tuple[int,
 
 def _ops(recorder: Recorder, dense: object, weight: object, bits: int) -> dict[str, list[Callable]]:
     """By name, one function of x for each copy of the weight."""
-    import torch
-    import torch.nn.functional as F
-
-    from labkit.kernels import quantized_linear as product
     from labkit.kernels.quantized_linear import InterleavedWeight
-
-    def copies(nbytes: int) -> int:
-        l2 = torch.cuda.get_device_properties(recorder.device).L2_cache_size if recorder.device != "cpu" else 0
-        return max(_LEAST_COPIES, -(-4 * l2 // nbytes))
+    from labkit.quantization.crossover import product_ops
 
     laid_out = InterleavedWeight.of(weight)
-    packed = [laid_out.map(torch.clone) for _ in range(copies(laid_out.nbytes))]
-    ops = {"dense": [lambda x, w=w: F.linear(x, w) for w in dense.repeat(copies(dense.nbytes), 1, 1)]}
+    ops = {"dense": product_ops(dense)}
     for name, backend in (("kernel", "triton"), ("dequantize and multiply", "torch"), ("auto", "auto")):
-        ops[name] = [lambda x, w=w, b=backend: product(x, w, backend=b) for w in packed]
+        ops[name] = product_ops(laid_out, backend)
     if bits == 4 and recorder.device != "cpu":
-        ops["_weight_int4pack_mm"] = _pytorch(weight, copies(laid_out.nbytes))
+        ops["_weight_int4pack_mm"] = _pytorch(weight, len(ops["kernel"]))
+    if recorder.tiny:
+        # A CPU's cache takes many copies of a tiny weight, and the interpreter its time.
+        return {name: functions[:2] for name, functions in ops.items()}
     return ops
 
 
