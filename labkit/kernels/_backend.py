@@ -28,6 +28,11 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def interpreted() -> bool:
     """Whether Triton runs kernels in its interpreter, as TRITON_INTERPRET=1 makes it if set before the first one."""
     if not _has_triton():
@@ -59,7 +64,9 @@ def why_no_triton(device: torch.device) -> str | None:
     if not _has_triton():
         return "Triton is not installed"
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
+        if interpreted():
+            return "Triton's interpreter is switched on (TRITON_INTERPRET=1), which is for CPUs"
+        capability = _capability(device)
         if capability >= _LEAST_CAPABILITY:
             return None
         return f"it needs compute capability 8.0; this GPU has {capability[0]}.{capability[1]}"

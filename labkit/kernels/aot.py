@@ -28,6 +28,8 @@ SHARED_BYTES = {
     100: 227 * 1024,
     120: 99 * 1024,
 }
+# Columns of tensor memory, which only this one has.
+TENSOR_MEMORY = 512
 ROOMS = ("quantized_linear",)
 
 
@@ -60,6 +62,7 @@ class Compiled:
     shared: int = 0
     registers: int = 0
     spilled: int = 0
+    tensor_memory: int = 0
     error: str = ""
 
     def problem(self, case: Case) -> str:
@@ -68,6 +71,8 @@ class Compiled:
             return self.error
         if self.shared > SHARED_BYTES[self.capability]:
             return f"{self.shared} bytes of shared memory; sm_{self.capability} has {SHARED_BYTES[self.capability]}"
+        if self.tensor_memory > TENSOR_MEMORY:
+            return f"{self.tensor_memory} columns of tensor memory; sm_{self.capability} has {TENSOR_MEMORY}"
         if self.spilled > case.spill_bytes:
             return f"{self.spilled} bytes a thread spill; at most {case.spill_bytes} are allowed"
         return ""
@@ -104,7 +109,8 @@ def compile_case(case: Case, capability: int) -> Compiled:
         # Seen where tensor memory does not suffice: it compiles, to a kernel that only stops.
         return Compiled(case.name, capability, error="compiled to a trap")
     registers, spilled = _resources(compiled.asm["cubin"])
-    return Compiled(case.name, capability, compiled.metadata.shared, registers, spilled)
+    tensor_memory = getattr(compiled.metadata, "tmem_size", None) or 0
+    return Compiled(case.name, capability, compiled.metadata.shared, registers, spilled, tensor_memory)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from labkit import _check
 from labkit.hardware import Ceilings, describe
-from labkit.kernels import quantized_linear
+from labkit.kernels import choose_backend, quantized_linear
 from labkit.kernels.quantized_linear import Weight, decode_layout
 from labkit.measure import Timing, compare_ops
 from labkit.quantization.rtn import RTNConfig, round_to_nearest
@@ -36,10 +36,12 @@ def product_ops(weight: torch.Tensor | Weight, backend: str = "auto") -> list[Ca
 
 @dataclass(frozen=True)
 class Product:
-    """One way to hold the weight, at one number of rows: the Timing of a product, and what it moves and computes."""
+    """One way to hold the weight, at one number of rows: the backend that ran, the Timing of a product, and what it
+    moves and computes."""
 
     name: str
     rows: int
+    backend: str
     timing: Timing
     bytes: int
     flops: int
@@ -109,20 +111,59 @@ def measure_crossover(
         packed = round_to_nearest(dense, RTNConfig(bits=width, group_size=group_size))
         held[f"{width} bits"] = decode_layout(packed, dtype)
     ops = {name: product_ops(weight) for name, weight in held.items()}
-    name = f"{bits[-1]} bits, dequantized first"
-    held[name], ops[name] = packed, product_ops(packed, "torch")
+    # On a GPU a kernel dequantizes what is laid out; on a CPU only the portable form can be.
+    first, last = f"{bits[-1]} bits, dequantized first", held[f"{bits[-1]} bits"]
+    held[first] = packed if device.type == "cpu" else last
+    ops[first] = product_ops(held[first], "torch")
     found = []
     for n in rows:
         x = torch.randn(n, shape[1], generator=generator).to(device, dtype)
-        turns = {name: _in_turn(functions, x) for name, functions in ops.items()}
-        timings = compare_ops(turns, device=device, min_run_s=min_run_s, warmup=1)
-        for name, timing in timings.items():
+        for name, timing in time_products(ops, x, min_run_s=min_run_s).items():
             moved = held[name].nbytes + x.element_size() * n * sum(shape)
-            found.append(Product(name, n, timing, moved, 2 * n * shape[0] * shape[1]))
+            moved += 2 * dense.nbytes if name == first else 0  # written, and read again
+            found.append(Product(name, n, _backend(x, held[name], name == first), timing, moved, 2 * n * dense.numel()))
     return Crossover(tuple(rows), tuple(found))
+
+
+def _backend(x: torch.Tensor, weight: torch.Tensor | Weight, by_name: bool) -> str:
+    if isinstance(weight, torch.Tensor) or by_name:
+        return "torch"
+    return choose_backend("quantized_linear", x, weight).name
+
+
+def time_products(
+    ops: Mapping[str, Sequence[Callable[[torch.Tensor], torch.Tensor]]], x: torch.Tensor, *, min_run_s: float
+) -> dict[str, Timing]:
+    """Seconds of one product by name, in turns; each name's functions are called one after the other. On a GPU all of
+    them come from one CUDA graph, as in a decode step, where the calls themselves would take longer than the products.
+    """
+    if x.device.type != "cuda":
+        turns = {name: _in_turn(functions, x) for name, functions in ops.items()}
+        return compare_ops(turns, device=x.device, min_run_s=min_run_s, warmup=1)
+    graphs = {name: _graph(functions, x) for name, functions in ops.items()}
+    timings = compare_ops(graphs, device=x.device, min_run_s=min_run_s, warmup=1)
+    return {name: _share(timing, len(ops[name])) for name, timing in timings.items()}
 
 
 def _in_turn(functions: Sequence[Callable], x: torch.Tensor) -> Callable[[], object]:
     """A function that calls the next of `functions` each time."""
     following = itertools.cycle(functions)
     return lambda: next(following)(x)
+
+
+def _graph(functions: Sequence[Callable], x: torch.Tensor) -> Callable[[], object]:
+    """All of them one after the other, from one CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        functions[0](x)  # what is compiled and set up at the first call
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for function in functions:
+            function(x)
+    return graph.replay
+
+
+def _share(timing: Timing, calls: int) -> Timing:
+    return Timing(timing.median / calls, timing.p10 / calls, timing.p90 / calls, timing.n)

@@ -96,7 +96,8 @@ class QuantLinear(_Packed):
     """`y = x W^T + b` with W packed; x `(..., in_features)`, y `(..., out_features)` in x's dtype.
 
     The weight lies as it is fastest to decode with, given the module's device and the dtype of its activations
-    (`dtype`, and from then on what `.to(dtype)` says): packed matmuls on the CPU run in bfloat16.
+    (`dtype`, and from then on what `.to(dtype)` says): packed matmuls on the CPU run in bfloat16. On a GPU one module
+    is for one stream at a time.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -33,14 +34,21 @@ print(json.dumps({name: aot.compile_case(*fault).problem(fault[0]) for name, fau
 """
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
+def run(cache: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=ENVIRONMENT | {"TRITON_CACHE_DIR": str(cache)},
+        timeout=300,
+    )
 
 
-def test_every_kernel_compiles_for_every_chip_and_nothing_spills() -> None:
+def test_every_kernel_compiles_for_every_chip_and_nothing_spills(tmp_path: Path) -> None:
     begin = time.perf_counter()
-    ran = run("-m", "labkit.kernels.aot")
+    ran = run(tmp_path, "-m", "labkit.kernels.aot")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = [line for line in ran.stdout.splitlines() if re.search(r"\bsm_\d+\b", line)]
     assert {re.search(r"\bsm_(\d+)\b", row)[1] for row in rows} == {"80", "86", "89", "90", "100", "120"}
@@ -50,8 +58,8 @@ def test_every_kernel_compiles_for_every_chip_and_nothing_spills() -> None:
 
 
 @pytest.fixture(scope="module")
-def problems() -> dict[str, str]:
-    ran = run("-c", _FAULTY)
+def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    ran = run(tmp_path_factory.mktemp("triton"), "-c", _FAULTY)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 
@@ -75,3 +83,5 @@ def test_a_chip_takes_all_of_its_shared_memory_and_not_a_byte_more() -> None:
     for capability, size in aot.SHARED_BYTES.items():
         assert aot.Compiled("kernel", capability, shared=size).problem(case) == ""
         assert f"has {size}" in aot.Compiled("kernel", capability, shared=size + 1).problem(case)
+    assert aot.Compiled("kernel", 100, tensor_memory=512).problem(case) == ""
+    assert "640 columns of tensor memory" in aot.Compiled("kernel", 100, tensor_memory=640).problem(case)

@@ -111,6 +111,32 @@ def _again(weight: InterleavedWeight, x: torch.Tensor, monkeypatch: pytest.Monke
     return room.multiply(x, weight)
 
 
+def test_a_product_that_was_interrupted_spoils_none_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = InterleavedWeight.of(of((64, 512, 64), 4)), torch.randn(2, 512).half()
+    expected = room.multiply(x, weight)
+    weight.tickets[0] = 1  # as a KeyboardInterrupt between two programs leaves it
+    assert torch.equal(room.multiply(x, weight), expected)
+
+
+def test_what_the_wrapper_refuses() -> None:
+    weight = InterleavedWeight.of(of((64, 512, 64), 4))
+    with pytest.raises(AssertionError, match="17 rows; the tickets are for 16"):
+        room.multiply(torch.randn(17, 512).half(), weight, room.TILES[0])
+    with pytest.raises(AssertionError):
+        room.multiply(torch.randn(17, 512), weight)
+
+
+def test_a_gradient_is_never_lost() -> None:
+    weight, x = InterleavedWeight.of(of((16, 64, 32), 4)), torch.randn(2, 64).half().requires_grad_()
+    with pytest.raises(BackendUnavailable, match="no backward pass"):
+        quantized_linear(x, weight, backend="triton")
+    assert "no backward pass" in choose_backend("quantized_linear", x, weight).reason
+    quantized_linear(x, weight).sum().backward()
+    torch.testing.assert_close(x.grad, weight.dequantize().sum(0).half().expand(2, -1), rtol=1e-2, atol=1e-2)
+    with torch.no_grad():
+        assert quantized_linear(x, weight, backend="triton").shape == (2, 16)
+
+
 def test_every_code_and_zero_point_is_exact() -> None:
     """One column at a time through an identity matrix: scale 1, so that what comes out is code - zero."""
     for bits in interleaved.BITS:

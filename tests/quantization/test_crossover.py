@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from labkit.hardware import Ceilings
+from labkit.kernels import choose_backend
+from labkit.kernels.quantized_linear import Int4PackWeight
 from labkit.measure import Timing
 from labkit.quantization import RTNConfig, crossover
 from labkit.quantization.crossover import Crossover, Product, measure_crossover, product_ops
@@ -11,7 +13,7 @@ from labkit.quantization.rtn import round_to_nearest
 
 
 def product(name: str, rows: int, seconds: float, nbytes: int = 100) -> Product:
-    return Product(name, rows, Timing(seconds, seconds, seconds, 1), nbytes, 1000 * rows)
+    return Product(name, rows, "torch", Timing(seconds, seconds, seconds, 1), nbytes, 1000 * rows)
 
 
 def sweep(*packed_seconds: float) -> Crossover:
@@ -39,14 +41,20 @@ def test_rates_and_roofs() -> None:
     assert found.roof("4 bits", ceilings) == [400.0, 500.0]
 
 
-def test_a_small_sweep_counts_bytes_and_flops() -> None:
+def test_a_small_sweep_counts_bytes_and_flops(monkeypatch: pytest.MonkeyPatch) -> None:
+    laid_out = []
+    monkeypatch.setattr(crossover, "choose_backend", lambda op, x, w: laid_out.append(w) or choose_backend(op, x, w))
     found = measure_crossover((32, 64), (1, 3), device="cpu", min_run_s=0.0)
+    assert {type(weight) for weight in laid_out} == {Int4PackWeight} and len(laid_out) == 4
     assert found.names == ["16 bits", "8 bits", "4 bits", "4 bits, dequantized first"]
     for rows, dense, packed in zip((1, 3), found.of("16 bits"), found.of("4 bits"), strict=True):
         assert dense.flops == packed.flops == 2 * rows * 32 * 64
         assert dense.bytes == 2 * 32 * 64 + 2 * rows * 96
         assert 32 * 64 // 2 < packed.bytes - 2 * rows * 96 < 32 * 64
         assert dense.timing.median > 0
+    both = zip(found.of("4 bits, dequantized first"), found.of("4 bits"), strict=True)
+    # The offsets beside the scales of the layout for the CPU are 2 bytes more a group.
+    assert all(first.bytes - packed.bytes == 2 * 2 * 32 * 64 - 2 * 32 for first, packed in both)
     with pytest.raises(ValueError, match="^rows"):
         measure_crossover((32, 64), (3, 1), device="cpu")
 

@@ -2,7 +2,8 @@
 
 A weight comes portable (`PackedWeight`) or laid out: for PyTorch's packed matmul on the CPU (`Int4PackWeight`) or for
 the Triton kernel (`InterleavedWeight`). "triton" is that kernel. "torch" is PyTorch's packed matmul where the weight is
-laid out for it, else the weight is dequantized and multiplied by the library. "reference" is the definition in float32.
+laid out for it, else the weight is dequantized (on a GPU by a kernel, where it is laid out) and multiplied by the
+library. "reference" is the definition in float32.
 """
 
 import torch
@@ -103,59 +104,58 @@ def _choose_int4pack(x: torch.Tensor, weight: Int4PackWeight) -> Choice:
 
 def _choose_interleaved(x: torch.Tensor, weight: InterleavedWeight) -> Choice:
     """On a CPU the interpreter runs only where it is asked for: it is for looking, and slow."""
-    reason = why_no_triton(weight.device)
-    if weight.device.type != "cuda":
-        says = reason or "its interpreter runs for backend='triton' alone"
-        return Choice("torch", f"dequantize, then the library's matmul; the Triton kernel does not serve: {says}")
+    reason = _why_not_kernel(x, weight)
+    if reason is None and weight.device.type != "cuda":
+        reason = "its interpreter runs for backend='triton' alone"
+    if reason is not None:
+        return Choice("torch", f"dequantize, then the library's matmul; the Triton kernel does not serve: {reason}")
     from labkit.kernels.quantized_linear import triton as room
 
-    rows = x.numel() // weight.in_features
-    if rows >= room.DEQUANTIZE_FROM_ROWS:
-        why = (
-            f"{rows} rows; from {room.DEQUANTIZE_FROM_ROWS} on, dequantizing costs less than the library's matmul gains"
-        )
-        return Choice("torch", why)
+    rows, least = x.numel() // weight.in_features, room.DEQUANTIZE_FROM_ROWS
+    if rows >= least:
+        return Choice("torch", f"{rows} rows; from {least} on, dequantizing costs less than the library's matmul gains")
     tile = room.tile_for(rows)
     how = f"split over K, {tile.block_n} outputs by {tile.block_m} rows" if tile.programs else "a tile a program"
-    other = "" if x.dtype in _HALVES else f"; x is {_name(x.dtype)}: it is converted to bfloat16 and back"
-    return Choice("triton", f"the packed kernel for {rows} rows: {how}{other}")
+    return Choice("triton", f"the packed kernel for {rows} rows: {how}")
+
+
+def _why_not_kernel(x: torch.Tensor, weight: Weight) -> str | None:
+    """Why the Triton kernel cannot multiply these two, or None."""
+    if reason := why_no_triton(weight.device):
+        return reason
+    if not isinstance(weight, InterleavedWeight) and (reason := interleaved.why_not(portable(weight))):
+        return reason
+    if torch.is_grad_enabled() and x.requires_grad:
+        return "it has no backward pass, and x requires a gradient"
+    if weight.device.type == "cpu" and x.dtype is not torch.float16:
+        return f"Triton's interpreter multiplies float16 rightly, and x is {_name(x.dtype)}"
+    return None if x.dtype in _HALVES else f"it takes bfloat16 and float16, and x is {_name(x.dtype)}"
 
 
 def _torch(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    if isinstance(weight, InterleavedWeight) and weight.device.type == "cuda":
+    if isinstance(weight, InterleavedWeight) and weight.device.type == "cuda" and not why_no_triton(weight.device):
         from labkit.kernels.quantized_linear import triton as room
 
         return F.linear(x, room.dequantize(weight, x.dtype))
     if not isinstance(weight, Int4PackWeight):
         return F.linear(x, weight.dequantize(x.dtype))
-    return _as_rows(x, weight, (torch.bfloat16,), weight.multiply)
+    rows = x.reshape(-1, weight.in_features)
+    if not rows.shape[0]:
+        return x.new_empty(*x.shape[:-1], weight.out_features)
+    y = weight.multiply(rows.to(torch.bfloat16).contiguous())
+    return y.view(*x.shape[:-1], weight.out_features).to(x.dtype)
 
 
 def _triton(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """A weight that is not laid out for the kernel is, for this one product."""
-    reason = why_no_triton(weight.device)
-    if reason is None and not isinstance(weight, InterleavedWeight):
-        weight = portable(weight)
-        reason = interleaved.why_not(weight)
-    if reason is None and weight.device.type == "cpu" and x.dtype is not torch.float16:
-        reason = f"Triton's interpreter multiplies float16 rightly, and x is {_name(x.dtype)}"
-    if reason is not None:
+    if reason := _why_not_kernel(x, weight):
         raise BackendUnavailable(f"quantized_linear: backend 'triton' cannot run: {reason}")
     from labkit.kernels.quantized_linear import triton as room
 
-    weight = weight if isinstance(weight, InterleavedWeight) else InterleavedWeight.of(weight)
-    return _as_rows(x, weight, _HALVES, lambda rows: room.multiply(rows, weight))
-
-
-def _as_rows(x: torch.Tensor, weight: Weight, dtypes: tuple[torch.dtype, ...], multiply: object) -> torch.Tensor:
-    """`multiply` of x as `(rows, in_features)` in one of `dtypes`, back in x's shape and dtype."""
+    weight = weight if isinstance(weight, InterleavedWeight) else InterleavedWeight.of(portable(weight))
     rows = x.reshape(-1, weight.in_features)
-    if not rows.shape[0]:
-        return x.new_empty(*x.shape[:-1], weight.out_features)
-    if rows.dtype not in dtypes:
-        rows = rows.to(dtypes[0])
-    y = multiply(rows.contiguous())
-    return y.view(*x.shape[:-1], weight.out_features).to(x.dtype)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    return room.multiply(rows, weight).view(*x.shape[:-1], weight.out_features)
 
 
 def quantized_linear(x: torch.Tensor, weight: Weight, *, backend: str = "auto") -> torch.Tensor:

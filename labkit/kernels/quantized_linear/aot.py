@@ -1,5 +1,6 @@
 """What is compiled ahead of time of this room's kernels."""
 
+import math
 from collections.abc import Iterator
 
 from labkit.kernels.aot import Case
@@ -17,41 +18,61 @@ _TYPES = {
     "out_ptr": "*bf16",
     **dict.fromkeys(("rows", "out_features", "in_features", "group_size", "x_stride", "split_k"), "i32"),
 }
-_DIVISIBLE = ("out_features", "in_features", "group_size", "x_stride")
+_SIZES = ("out_features", "in_features", "group_size", "x_stride")
+# The default group, which every run compiles; the rest is in `make aot`. Of 96 columns a group, blocks share scales
+# unevenly, and of 77 there is one group a row and no size is a multiple of 16.
+_GROUP, _OTHERS = 64, (16, 32, 96, 77, 128)
+# Bytes a thread that the rarer cases may spill: five of them do, on sm_120 alone.
+_RARELY_SPILLED = 16
 
 
-def _case(name: str, kernel: object, constants: dict, *, half: bool = False, **options: object) -> Case:
-    types = {**_TYPES, "x_ptr": "*fp16", "y_ptr": "*fp16", "out_ptr": "*fp16"} if half else _TYPES
+def _case(name: str, kernel: object, constants: dict, group: int, half: bool, **options: object) -> Case:
+    types = {**_TYPES, "x_ptr": "*fp16", "y_ptr": "*fp16", "out_ptr": "*fp16"} if half else dict(_TYPES)
+    if not constants.get("split", True):
+        types["parts_ptr"] = types["y_ptr"]  # what a launch gives where there are no parts
     signature = {argument: types[argument] for argument in kernel.arg_names if argument not in constants}
     name += ", float16" if half else ""
-    return Case(name, kernel, signature, constants, divisible=_DIVISIBLE, **options)
+    divisible = _SIZES if group % 16 == 0 else ()
+    return Case(name, kernel, signature, constants, divisible=divisible, **options)
 
 
-def _product(tile: room.Tile, bits: int, group: int, *, has_order: bool, half: bool, every_run: bool) -> Case:
+def _span(group: int, bits: int) -> int:
+    columns = block_columns(bits)
+    return (columns if group == 77 else math.gcd(group, columns)) // WORDS
+
+
+def _product(tile: room.Tile, bits: int, group: int, *, has_order: bool, half: bool) -> Case:
     name = f"W{bits}A16 g{group}{' act-order' if has_order else ''}, {tile.block_n} x {tile.block_m}"
     constants = {
         "bits": bits,
-        "span": min(group, block_columns(bits)) // WORDS,
+        "span": _span(group, bits),
         "has_order": has_order,
         "split": tile.programs > 0,
         "block_n": tile.block_n,
         "block_m": tile.block_m,
     }
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "every_run": every_run, "half": half}
+    often = bits == 4 or tile in (room.TILES[0], room.TILES[-1])
+    every_run = often and group == _GROUP and not has_order and not half
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "every_run": every_run}
+    options["spill_bytes"] = 0 if every_run else _RARELY_SPILLED
     kernel = room._quantized_linear_kernel
-    return _case(name + (" split-K" if tile.programs else ""), kernel, constants, **options)
+    return _case(name + (" split-K" if tile.programs else ""), kernel, constants, group, half, **options)
 
 
 def aot_cases() -> Iterator[Case]:
-    """In every run: each tile at 4 bits, and the first and the last at 8, with groups of 128 in bfloat16."""
+    """In every run: each tile at 4 bits, the first and the last at 8, and dequantizing, in bfloat16."""
     for tile in room.TILES:
         for bits in (4, 8):
-            often = bits == 4 or tile in (room.TILES[0], room.TILES[-1])
-            for group, has_order in ((128, False), (32, True)):
-                for half in (False, True):
-                    every_run = often and not has_order and not half
-                    yield _product(tile, bits, group, has_order=has_order, half=half, every_run=every_run)
+            for group in (_GROUP, *_OTHERS):
+                # Only few rows are gathered in the kernel.
+                for has_order in (False, True) if tile.rows <= room.GATHER_ROWS else (False,):
+                    for half in (False, True) if group == _GROUP else (False,):
+                        yield _product(tile, bits, group, has_order=has_order, half=half)
     for bits in (4, 8):
-        constants = {"bits": bits, "span": block_columns(bits) // WORDS, "has_order": False}
-        constants["block_n"] = room.DEQUANTIZE_BLOCK_N
-        yield _case(f"dequantize W{bits} g128", room._dequantize_kernel, constants, every_run=bits == 4)
+        for has_order in (False, True):
+            constants = {"bits": bits, "span": _span(_GROUP, bits), "has_order": has_order}
+            constants["block_n"] = room.DEQUANTIZE_BLOCK_N
+            for half in (False, True):
+                name = f"dequantize W{bits} g{_GROUP}{' act-order' if has_order else ''}"
+                every_run = bits == 4 and not has_order and not half
+                yield _case(name, room._dequantize_kernel, constants, _GROUP, half, every_run=every_run)

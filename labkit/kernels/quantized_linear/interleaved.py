@@ -33,8 +33,8 @@ class InterleavedWeight:
     """A `PackedWeight` of 4 or 8 bits in the order of the Triton kernel; `unpack` gives it back bit by bit.
 
     words: int32 `(blocks, out_features, 16)`; the last block is filled up with zeros. pairs: int32 `(groups,
-    out_features)`, the bfloat16 scale in the upper half and the zero point in the lowest byte, so that one load of the
-    least width that a GPU copies ahead of its use brings both. order: int32 `(in_features,)`, which column stands at
+    out_features)`, the bfloat16 scale in the upper half and the zero point in the lowest byte, together as
+    wide as what a GPU copies ahead of its use has to be at least. order: int32 `(in_features,)`, which column stands at
     each place, or None if each stands at its own. tickets: int32 zeros, by which programs that share a tile find out
     who is last; they are zeros again when a product is done, so that one weight serves one stream at a time. sym: the
     portable form has no zeros.
@@ -58,9 +58,9 @@ class InterleavedWeight:
             codes = codes[:, order]
         columns = block_columns(weight.bits)
         padded = F.pad(codes, (0, -weight.in_features % columns))
-        # (out_features, blocks, fields, words): a word's fields have to lie side by side to be packed.
+        # (blocks, out_features, words, fields): a word's fields have to lie side by side to be packed.
         fields = padded.unflatten(1, (-1, columns // WORDS, WORDS)).permute(1, 0, 3, 2)
-        words = pack_bits(fields.contiguous(), weight.bits).squeeze(-1)
+        words = pack_bits(fields.flatten(2), weight.bits)
         sym = weight.zeros is None
         zeros = 1 << (weight.bits - 1) if sym else weight.zeros.T
         pairs = (weight.scales.T.contiguous().view(torch.int16).int() << 16) | zeros

@@ -11,21 +11,24 @@ exactly. The scale multiplies the sum over a group in float32, so that nothing o
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
-from labkit.kernels.quantized_linear.interleaved import WORDS, InterleavedWeight, block_columns
+from labkit.kernels.quantized_linear.interleaved import SMALLEST_TILE, WORDS, InterleavedWeight, block_columns
 
 DTYPES = (torch.bfloat16, torch.float16)
+# CUDA's limit on the second and third side of a grid.
+_MOST_PROGRAMS = 65535
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Block sizes for up to `rows` rows of x. With `programs`, K is split until every multiprocessor has that many, and
-    `rows` is at most `block_m`; with 0 it is not split. `tuned_on` names the chip that chose them; None is a guess, by
-    counting bytes and registers."""
+    """Block sizes for up to `rows` rows of x. With `programs`, K is split until every multiprocessor has up to that
+    many, and `rows` is at most `block_m`; with 0 it is not split. `tuned_on` names the chip that chose them; None is a
+    guess, by counting bytes and registers."""
 
     rows: int
     block_n: int
@@ -36,14 +39,17 @@ class Tile:
     tuned_on: str | None = None
 
 
-# No tile is larger: on sm_100 several products one after the other, at 128 outputs or 128 rows, take more tensor memory
-# than there is, and the compiler of Triton 3.7 makes a kernel of them that only traps.
+# No tile is larger: on sm_100 Triton 3.7 gives each of the products that follow one another tensor memory of its own.
+# At 64 x 64 these take all of it, so that one program fits a multiprocessor there; at 128 outputs or 128 rows they take
+# more than there is, and what is compiled only traps.
 TILES = (
     Tile(16, 64, 16, programs=4, num_warps=4, num_stages=3),
     Tile(32, 64, 32, programs=4, num_warps=4, num_stages=3),
     Tile(64, 64, 64, programs=2, num_warps=4, num_stages=2),
     Tile(1 << 31, 64, 64, programs=0, num_warps=4, num_stages=2),
 )
+# With act-order x's columns are gathered in the kernel up to so many rows, and by a kernel of their own beyond.
+GATHER_ROWS = 16
 # From here on the weight is dequantized and multiplied by the library. A guess until a GPU has measured it: writing 16
 # bits a weight and reading them again costs about as long as the product of 200 rows.
 DEQUANTIZE_FROM_ROWS = 256
@@ -175,6 +181,11 @@ def _dequantize_kernel(
             tl.store(out, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+def _cdiv(a: int, b: int) -> int:
+    """Rounded up. `triton.cdiv` takes 3 microseconds outside a kernel."""
+    return -(-a // b)
+
+
 def fields_in_a_group(weight: InterleavedWeight) -> int:
     """Of the fields of a block, how many neighbours share a group whichever the block."""
     columns = block_columns(weight.bits)
@@ -186,6 +197,7 @@ def tile_for(rows: int) -> Tile:
     return next(tile for tile in TILES if rows <= tile.rows)
 
 
+@cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
@@ -194,8 +206,8 @@ def split_for(tile: Tile, weight: InterleavedWeight) -> int:
     """Programs that share a tile of outputs: as many as fill the chip, at most one a block."""
     if not tile.programs:
         return 1
-    tiles = triton.cdiv(weight.out_features, tile.block_n)
-    wanted = triton.cdiv(tile.programs * _multiprocessors(weight.device), tiles)
+    tiles = _cdiv(weight.out_features, tile.block_n)
+    wanted = tile.programs * _multiprocessors(weight.device) // tiles
     return max(1, min(wanted, weight.words.shape[0]))
 
 
@@ -208,13 +220,33 @@ def multiply(x: torch.Tensor, weight: InterleavedWeight, tile: Tile | None = Non
     if not rows:
         return y
     tile = tile or tile_for(rows)
+    assert not tile.programs or rows <= tile.block_m, f"{rows} rows; the tickets are for {tile.block_m}"
+    assert tile.block_n >= SMALLEST_TILE and _cdiv(rows, tile.block_m) <= _MOST_PROGRAMS, (tile, rows)
     split_k = split_for(tile, weight)
     order = weight.order
-    if order is not None and not tile.programs:
-        # For many rows it is cheaper to gather x once than in every tile of the weight.
+    if order is not None and rows > GATHER_ROWS:
         x, order = x.index_select(1, order), None
+    if not x.is_cuda:
+        # The interpreter may have been interrupted in the middle of a product.
+        weight.tickets.zero_()
     parts = torch.empty(split_k, rows, n, dtype=torch.float32, device=x.device) if tile.programs else y
-    _quantized_linear_kernel[(triton.cdiv(n, tile.block_n), triton.cdiv(rows, tile.block_m), split_k)](
+    grid = (_cdiv(n, tile.block_n), _cdiv(rows, tile.block_m), split_k)
+    # Triton launches on the current device, wherever the tensors are.
+    with torch.cuda.device_of(x):
+        _launch(grid, tile, x, weight, order, y, parts)
+    return y
+
+
+def _launch(
+    grid: tuple[int, int, int],
+    tile: Tile,
+    x: torch.Tensor,
+    weight: InterleavedWeight,
+    order: torch.Tensor | None,
+    y: torch.Tensor,
+    parts: torch.Tensor,
+) -> None:
+    _quantized_linear_kernel[grid](
         x,
         weight.words,
         weight.pairs,
@@ -222,12 +254,12 @@ def multiply(x: torch.Tensor, weight: InterleavedWeight, tile: Tile | None = Non
         y,
         parts,
         weight.tickets,
-        rows,
-        n,
+        x.shape[0],
+        weight.out_features,
         weight.in_features,
         weight.group_size,
         x.stride(0),
-        split_k,
+        grid[2],
         bits=weight.bits,
         span=fields_in_a_group(weight),
         has_order=order is not None,
@@ -237,7 +269,6 @@ def multiply(x: torch.Tensor, weight: InterleavedWeight, tile: Tile | None = Non
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return y
 
 
 DEQUANTIZE_BLOCK_N = 64
@@ -245,18 +276,20 @@ DEQUANTIZE_BLOCK_N = 64
 
 def dequantize(weight: InterleavedWeight, dtype: torch.dtype) -> torch.Tensor:
     """The weight `(out_features, in_features)` in `dtype`, columns in the model's order."""
+    assert dtype.is_floating_point, dtype
     out = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.device)
-    _dequantize_kernel[(triton.cdiv(weight.out_features, DEQUANTIZE_BLOCK_N), weight.words.shape[0])](
-        weight.words,
-        weight.pairs,
-        weight.words if weight.order is None else weight.order,
-        out,
-        weight.out_features,
-        weight.in_features,
-        weight.group_size,
-        bits=weight.bits,
-        span=fields_in_a_group(weight),
-        has_order=weight.order is not None,
-        block_n=DEQUANTIZE_BLOCK_N,
-    )
+    with torch.cuda.device_of(out):
+        _dequantize_kernel[(_cdiv(weight.out_features, DEQUANTIZE_BLOCK_N), weight.words.shape[0])](
+            weight.words,
+            weight.pairs,
+            weight.words if weight.order is None else weight.order,
+            out,
+            weight.out_features,
+            weight.in_features,
+            weight.group_size,
+            bits=weight.bits,
+            span=fields_in_a_group(weight),
+            has_order=weight.order is not None,
+            block_n=DEQUANTIZE_BLOCK_N,
+        )
     return out
