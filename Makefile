@@ -15,7 +15,7 @@ HELP_SETUP = echo "The set-up stopped: see 'Troubleshooting' in README.md. 'make
 export OMP_WAIT_POLICY ?= passive
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: FORCE help setup lab test lint bench record notebooks picture gpu-check gpu-notebooks constraints clean
+.PHONY: FORCE help setup lab test lint aot bench record record-peers quantlibs notebooks picture gpu-check gpu-notebooks constraints clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -107,11 +107,49 @@ lint: $(STAMP)/packages ## ruff's checks and format
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . || \
 		{ echo "make lint: $(VENV)/bin/ruff check --fix . and $(VENV)/bin/ruff format . mend most of it" >&2; exit 1; }
 
+aot: $(STAMP)/labkit ## every Triton kernel compiled for six generations of chips: shared memory, registers, spills
+	@env -u TRITON_INTERPRET $(PY) -m labkit.kernels.aot --all
+
 bench: setup ## the speed and memory ratios that the course promises
 	@$(PY) -m tools.bench
 
 record: setup ## the runs over a whole model that chapters show as recorded: about half an hour
 	@$(PY) -m tools.record_quantization
+
+# The other libraries need packages that exclude the course's and one another's: two more environments, each with a
+# stamp inside that its list was installed. A failure in one does not keep the other from being made.
+QUANTLIBS = $(or $(LABKIT_QUANTLIBS),.venv-quantlibs)
+LEGACY = $(or $(LABKIT_LEGACY),.venv-legacy)
+PYTHON311 ?= python3.11
+
+# $(1) folder, $(2) list, $(3) how its Python is found
+define INSTALL_PEERS
+{ "$(1)/bin/python" -m pip --version >/dev/null 2>&1 || { \
+	python=$$($(3)) && echo "Making $(1) with $$("$$python" --version)" && "$$python" -m venv --clear "$(1)"; }; } && \
+echo "Installing $(2) into $(1) (once; about 2 GB, with CUDA's libraries 7 GB)" && \
+"$(1)/bin/python" -m pip install -r $(2) && touch "$(1)/.labkit-installed" || { \
+	echo "$(2) was not installed into $(1): the lines above say why. Mend that and run 'make quantlibs' again;" \
+		"it goes on from here. The course itself needs none of this." >&2; exit 1; }
+endef
+
+# AutoGPTQ has wheels for Python 3.11 at most.
+FIND_PYTHON311 = "$(PYTHON311)" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' \
+	2>/dev/null && echo "$(PYTHON311)" || { \
+	echo "AutoGPTQ and AutoAWQ need Python 3.11 with venv, and $(PYTHON311) is none: install one" \
+		"or name it: make quantlibs PYTHON311=/path/to/python3.11" >&2; false; }
+
+$(QUANTLIBS)/.labkit-installed: requirements-quantlibs.txt
+	@$(FIND_PYTHON); $(call INSTALL_PEERS,$(QUANTLIBS),$<,find_python)
+
+$(LEGACY)/.labkit-installed: requirements-legacy.txt
+	@$(call INSTALL_PEERS,$(LEGACY),$<,$(FIND_PYTHON311))
+
+quantlibs: ## the libraries that chapter 02 compares with (GPTQModel, AutoGPTQ, AutoAWQ), in environments of their own
+	@$(MAKE) --no-print-directory --keep-going $(QUANTLIBS)/.labkit-installed $(LEGACY)/.labkit-installed
+	@echo "GPTQModel is in $(QUANTLIBS), AutoGPTQ and AutoAWQ are in $(LEGACY)"
+
+record-peers: setup ## the runs of those libraries that chapter 02 shows as recorded: about an hour
+	@$(PY) -m tools.record_peers
 
 notebooks: setup ## run every notebook and keep its outputs, normalised
 	@$(WITH_VENV_PATH) python -m tools.notebooks
@@ -128,7 +166,7 @@ gpu-notebooks: ## on a CUDA machine, without set-up: the notebooks themselves
 constraints: $(STAMP)/packages ## write constraints.txt from what is installed
 	@$(PY) -m tools.constraints
 
-clean: ## remove .venv and caches; keep the model
-	@rm -rf .venv "$(STAMP)" build labkit.egg-info .pytest_cache .ruff_cache .hypothesis
+clean: ## remove .venv, .venv-quantlibs, .venv-legacy and caches; keep the model
+	@rm -rf .venv .venv-quantlibs .venv-legacy "$(STAMP)" build labkit.egg-info .pytest_cache .ruff_cache .hypothesis
 	@find labkit tools tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
-	@echo "Removed .venv and the caches. Models and measurements stay in $${LABKIT_CACHE:-$$HOME/.cache/labkit}."
+	@echo "Removed the environments and the caches. Models and measurements stay in $${LABKIT_CACHE:-$$HOME/.cache/labkit}."

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -251,6 +252,13 @@ def test_what_has_not_run_on_a_gpu_stands_in_the_pending_list():
     passed = {name for run in recorded_runs() for name, s in run["sections"].items() if s["status"] == "ok"}
     missing = {section.name for section in SECTIONS} - passed
     assert [name for name in sorted(missing) if f"SECTION={name}" not in pending] == []
+
+
+def test_the_readme_says_which_kernels_have_not_run_on_a_gpu():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for kernel in sorted((ROOT / "labkit" / "kernels").glob("*/triton.py")):
+        said = re.search(rf"Triton kernels \([^)]*`{kernel.parent.name}`[^)]*\)[^.]*?: not yet run on a GPU", readme)
+        assert bool(said) != has_run_on_gpu(kernel.relative_to(ROOT).as_posix()), kernel
 
 
 def test_all_sections_fit_into_the_limit():

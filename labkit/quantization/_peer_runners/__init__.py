@@ -1,0 +1,1 @@
+"""Scripts that `labkit.quantization.peers` starts in other environments. They import no labkit, which is not there."""
