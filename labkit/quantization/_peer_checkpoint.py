@@ -34,7 +34,12 @@ def _settings(folder: Path) -> dict[str, object]:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config", {})
     _check.choice("quant_method", config.get("quant_method", "gptq"), ("gptq", "awq"))
     # AutoGPTQ writes neither its name nor a format: it knew only the first.
-    return {"quant_method": "gptq", "checkpoint_format": "gptq"} | config
+    settings = {"quant_method": "gptq", "checkpoint_format": "gptq"} | config
+    if settings["quant_method"] == "awq":
+        _check.choice("version", settings.get("version", "gemm"), ("gemm",))
+    else:
+        _check.choice("checkpoint_format", settings["checkpoint_format"], ("gptq", "gptq_v2"))
+    return settings
 
 
 def _matrix(tensors: Mapping[str, Tensor], settings: Mapping[str, object]) -> PackedWeight:
@@ -76,13 +81,19 @@ def _put(model: nn.Module, name: str, value: Tensor) -> None:
 def dequantized(model: PreTrainedModel, checkpoint: Checkpoint) -> PreTrainedModel:
     """A copy of the float `model` with the values that a checkpoint stands for, in the model's dtype.
 
-    Errors: ValueError for names or shapes that are not the model's.
+    Errors: ValueError for names or shapes that are not the model's, and for a weight that is not in the checkpoint: it
+    would keep its float value, and the perplexity would be of something else.
     """
     copy = shared_copy(model)
     known = dict(model.named_parameters(remove_duplicate=False))
     weights = {f"{name}.weight": weight.dequantize(torch.float32) for name, weight in checkpoint.matrices.items()}
-    for name, value in (_without_empty_biases(checkpoint.floats, known) | weights).items():
+    values = _without_empty_biases(checkpoint.floats, known) | weights
+    for name in values:
         _check.choice("checkpoint", name, list(known))
+    tied = {"lm_head.weight"} if copy.config.tie_word_embeddings else set()
+    absent = sorted(known.keys() - values.keys() - tied)
+    _check.require(not absent, "checkpoint", f"one without {', '.join(absent[:3])}", "one with every weight")
+    for name, value in values.items():
         _put(copy, name, value)
     if copy.config.tie_word_embeddings and "lm_head.weight" not in checkpoint.floats:
         copy.get_output_embeddings().weight = copy.get_input_embeddings().weight

@@ -38,7 +38,8 @@ class Peer:
         if not self.environment:
             return Path(sys.prefix)
         found = os.environ.get(self.variable)
-        return Path(found).expanduser() if found else DATA.parent / self.environment
+        # From the repository, as in the Makefile; an absolute path stays what it is.
+        return DATA.parent / (Path(found).expanduser() if found else self.environment)
 
     @property
     def python(self) -> Path:

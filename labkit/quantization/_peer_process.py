@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -27,6 +28,10 @@ class PeerFailed(RuntimeError):
     """A run of another library that brought no result; the message ends with the last that it printed."""
 
 
+# A notebook sets the third and the fourth; the last are nothing for unmaintained code.
+_OURS_ALONE = ("PYTHONPATH", "PYTHONHOME", "TRITON_INTERPRET", "MPLBACKEND", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
+
 def cores() -> int:
     """Threads of a run where nobody asks for another number."""
     return describe("cpu").cores or 1
@@ -39,8 +44,8 @@ def write_job(folder: Path, settings: Mapping[str, object], tokens: Mapping[str,
 
 
 def _environment(peer: Peer, threads: int) -> dict[str, str]:
-    """This process's, without what points Python at this one's packages; nothing is fetched from a hub."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    """This process's, without what is meant for this one's packages and without secrets; no hub is asked."""
+    kept = {name: value for name, value in os.environ.items() if name not in _OURS_ALONE}
     own = {} if peer.environment else {"PYTHONPATH": str(DATA.parent)}
     fixed = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONNOUSERSITE": "1"}
     threading = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
@@ -82,9 +87,9 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
 
 
 def _tail(log: Path) -> str:

@@ -81,8 +81,9 @@ class RecordedPeer(PeerResult):
     evaluation: str
 
     def where(self) -> str:
-        """RECORDED, with the machine and the date; versions stand elsewhere."""
-        return f"RECORDED {self.date}, {self.machine.partition(', torch')[0]}"
+        """RECORDED, with the machine, date and commit; versions stand elsewhere."""
+        commit = f"commit {self.commit[:7]}{' and changes' if self.commit.endswith('+') else ''}"
+        return f"RECORDED {self.date}, {self.machine.partition(', torch')[0]}, {commit}"
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -112,6 +113,8 @@ def run_peer(
     settings |= {"desc_act": desc_act and method == "GPTQ", "damp_percent": damp_percent, "dtype": dtype}
     with tempfile.TemporaryDirectory(prefix="labkit_peer_") as temporary:
         work = Path(folder or temporary).resolve()
+        empty = work.is_dir() and not any(work.iterdir())
+        _check.require(empty, "folder", str(folder), "an empty folder, or None")
         _require_installed(peer)
         _save_model(model, work / "model")
         write_job(work, settings | {"threads": threads}, tokens)
@@ -150,7 +153,7 @@ def _require_installed(peer: Peer) -> None:
 def _checkpoint(peer: Peer, folder: Path) -> Checkpoint:
     try:
         return read_checkpoint(folder)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise PeerFailed(f"{peer.title} ended without a checkpoint that can be read: {error}") from error
 
 

@@ -1,7 +1,7 @@
 """What vLLM makes of a checkpoint, from its `config.json` alone: what it refuses, and what it does slowly.
 
 Read in vLLM's source (auto_gptq, auto_awq, compressed_tensors, marlin_utils and the AWQ kernels, in its state of 2026),
-not run. Older versions refuse more.
+not run. Other versions differ.
 """
 
 from __future__ import annotations

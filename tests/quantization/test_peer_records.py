@@ -35,7 +35,7 @@ def test_the_table_has_every_library_and_says_how_to_get_what_is_missing(nothing
     assert row["here"] == "GPTQModel is not installed (no none): make quantlibs installs it"
     assert (row["perplexity"], row["float"], row["time"], row["bytes"]) == ("16.50", "14.57", "180 s", "58 MB")
     assert row["settings"] == "smollm2-135m, 4 bits, g64, asymmetric, act-order, float32"
-    assert row["where"] == "RECORDED 2026-11-30, AMD EPYC, 2 of 2 cores; a note"
+    assert row["where"] == "RECORDED 2026-11-30, AMD EPYC, 2 of 2 cores, commit abc; a note"
     assert found[0]["here"] == "installed"
     assert found[2]["maintained"].startswith("no") and row["maintained"] == "yes"
     assert found[2]["perplexity"] == "" and found[2]["where"] == "not recorded" and "quantlibs" in found[2]["here"]

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from labkit._paths import DATA
 from labkit.models import tiny_model
 from labkit.quality import perplexity
-from labkit.quantization import AWQConfig, GPTQConfig, RTNConfig, peers, quantize_
+from labkit.quantization import AWQConfig, GPTQConfig, RTNConfig, _peer_process, peers, quantize_
 from labkit.quantization._peer_checkpoint import dequantized, read_checkpoint
 from labkit.quantization._peer_environments import find
 from labkit.quantization.checkpoint import save_quantized
@@ -149,9 +150,13 @@ def test_what_is_not_installed_says_how_to_get_it(environment, monkeypatch, tmp_
     assert "GPTQModel is not in it: make quantlibs goes on" in missing("gptqmodel")
     monkeypatch.setenv("LABKIT_QUANTLIBS", str(tmp_path / "none"))
     assert missing("gptqmodel") == "GPTQModel is not installed (no none): make quantlibs installs it"
+    (tmp_path / "work").mkdir()
     with pytest.raises(PeerUnavailable, match="make quantlibs"):
-        run("gptqmodel", folder=tmp_path)
-    assert not (tmp_path / "model").exists()
+        run("gptqmodel", folder=tmp_path / "work")
+    assert not list((tmp_path / "work").iterdir())
+    (tmp_path / "work" / "checkpoint").mkdir()
+    with pytest.raises(ValueError, match="folder: .*takes an empty folder"):
+        run("gptqmodel", folder=tmp_path / "work")
     with pytest.raises(PeerUnavailable, match="make quantlibs"):
         read_back(tmp_path, EVALUATION)
 
@@ -215,6 +220,38 @@ def test_autogptqs_words_zero_points_and_empty_biases_are_read_and_foreign_names
     for floats in ({f"{name}.bias": torch.ones(128)}, {"model.norm.weigth": torch.ones(64)}):
         with pytest.raises(ValueError, match="checkpoint: got 'model"):
             dequantized(tiny_model(), dataclasses.replace(checkpoint, floats=floats))
+    # What a library left out would keep its float value.
+    left = {other: weight for other, weight in checkpoint.matrices.items() if other != name}
+    with pytest.raises(ValueError, match=f"checkpoint: got 'one without {name}.weight'"):
+        dequantized(tiny_model(), dataclasses.replace(checkpoint, matrices=left))
+
+
+@pytest.mark.parametrize(
+    ("stored", "says"),
+    [
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format: got 'marlin'"),
+        ({"quant_method": "awq", "version": "gemv"}, "version: got 'gemv'"),
+        ({"quant_method": "hqq"}, "quant_method: got 'hqq'"),
+    ],
+)
+def test_other_layouts_are_refused_and_never_misread(stored, says, tmp_path):
+    folder = save_quantized(quantized(RTNConfig(group_size=32)), None, tmp_path / "made", format="gptq")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"bits": 4, "group_size": 32, "sym": False} | stored
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=says):
+        read_checkpoint(folder)
+
+
+def test_an_environment_is_found_from_the_repository_and_told_no_secret(monkeypatch):
+    monkeypatch.setenv("LABKIT_QUANTLIBS", "elsewhere")
+    assert find("gptqmodel").folder == DATA.parent / "elsewhere"
+    monkeypatch.setenv("LABKIT_QUANTLIBS", "/elsewhere")
+    assert find("gptqmodel").folder == Path("/elsewhere")
+    for name in ("TRITON_INTERPRET", "HF_TOKEN", "PYTHONPATH", "KEPT"):
+        monkeypatch.setenv(name, "1")
+    given = _peer_process._environment(find("gptqmodel"), 2)
+    assert given["KEPT"] == "1" and not {"TRITON_INTERPRET", "HF_TOKEN", "PYTHONPATH"} & given.keys()
 
 
 def test_the_model_that_transformers_4_is_given_keeps_its_rotary_base(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
+SAFE = {"use_safetensors": True, "trust_remote_code": False}
 torch.set_num_threads(settings["threads"])
 config = AutoConfig.from_pretrained(Path(settings["checkpoint"]))
 stored = config.quantization_config
@@ -24,7 +25,7 @@ else:
     package, stored["backend"] = "gptqmodel", {"torch": plain}.get(settings["backend"], settings["backend"])
 device = "cuda:0" if torch.cuda.is_available() else "cpu"
 model = AutoModelForCausalLM.from_pretrained(
-    Path(settings["checkpoint"]), config=config, dtype=getattr(torch, settings["dtype"]), device_map=device
+    Path(settings["checkpoint"]), config=config, dtype=getattr(torch, settings["dtype"]), device_map=device, **SAFE
 ).eval()
 with torch.no_grad(), job.timed():
     logits = [model(row[None].to(model.device), use_cache=False).logits[0].float().cpu() for row in job.tokens("ids")]
