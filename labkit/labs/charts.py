@@ -61,6 +61,10 @@ def time_shares(times: Mapping[str, Timing], *, title: str, floors: Mapping[str,
     return Chart(figure, "\n".join([title, *reversed(lines)]))
 
 
+# Of several limits in one figure.
+_DASHES = ("dash", "dot", "dashdot")
+
+
 def curves(
     x: Sequence[float],
     lines: Mapping[str, Sequence[float]],
@@ -85,7 +89,9 @@ def curves(
         _check.require(name in lines, "ceiling", name, _check.near(name, lines))
     figure = go.Figure(layout={"template": TEMPLATE, "title": title, "height": _HEIGHT})
     for name, y in lines.items():
-        style = {"line": {"dash": "dash", "color": COLOURS["ceiling"]}} if name in ceilings else {"line": {"width": 3}}
+        style = {"line": {"width": 3}}
+        if name in ceilings:
+            style = {"line": {"dash": _DASHES[ceilings.index(name) % len(_DASHES)], "color": COLOURS["ceiling"]}}
         figure.add_scatter(
             x=list(x), y=list(y), name=name, mode="lines" if name in ceilings else "lines+markers", **style
         )

@@ -26,6 +26,12 @@ def test_curves_mark_the_ceiling() -> None:
     assert chart.text.splitlines()[2].split() == ["measured", "10", "18"]
 
 
+def test_several_ceilings_are_told_apart() -> None:
+    lines = {"measured": [1, 2], "roof a": [3, 3], "roof b": [4, 4]}
+    chart = curves((1, 2), lines, title="t", x_title="x", y_title="y", ceiling=["roof a", "roof b"])
+    assert [trace.line.dash for trace in chart.figure.data] == [None, "dash", "dot"]
+
+
 def test_curves_may_have_linear_axes_and_then_hold_a_zero() -> None:
     chart = curves((0, 1), {"a": [3, 2]}, title="t", x_title="x", y_title="y", log_x=False, log_y=False)
     assert chart.figure.layout.xaxis.type is None and chart.figure.layout.yaxis.type == "linear"
