@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 
@@ -9,8 +10,29 @@ from labkit import _check
 from labkit.kernels.bits import PACKED_BITS, unpack_bits, words_per_row
 
 
+class TensorFields:
+    """What every form of a weight has: a frozen dataclass, of whose fields some are tensors."""
+
+    __slots__ = ()
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that it is made of, by field."""
+        named = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in named if isinstance(value, torch.Tensor)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """The same with each tensor changed, such as moved to a device."""
+        return replace(self, **{name: change(tensor) for name, tensor in self.tensors.items()})
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedWeight:
+class PackedWeight(TensorFields):
     """A matrix `(out_features, in_features)` of integers of 2, 3, 4 or 8 bits with a scale for each group of columns.
 
     w[n, k] = (q[n, k] - z[n, g]) * s[n, g], where g is the group of column k.
@@ -57,21 +79,6 @@ class PackedWeight:
     def device(self) -> torch.device:
         return self.qweight.device
 
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that it is made of, by field."""
-        named = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {name: value for name, value in named if isinstance(value, torch.Tensor)}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "PackedWeight":
-        """The same with each tensor changed, such as moved to a device."""
-        return replace(self, **{name: change(tensor) for name, tensor in self.tensors.items()})
-
     def codes(self) -> torch.Tensor:
         """The integers, uint8 `(out_features, in_features)`, in the order of the columns."""
         return unpack_bits(self.qweight, self.bits, self.in_features)
@@ -92,3 +99,23 @@ class PackedWeight:
             return grouped.sub_(zeros).mul_(scales[..., None]).flatten(1)
         zeros = zeros if self.zeros is None else self.by_column(zeros)
         return codes.to(dtype).sub_(zeros).mul_(self.by_column(scales))
+
+
+def sorted_by_group(weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes with each group's columns side by side, and which column stands at each place, int32 `(in_features,)`; None
+    where each stands at its own."""
+    if weight.g_idx is None:
+        return weight.codes(), None
+    order = torch.argsort(weight.g_idx, stable=True).to(torch.int32)
+    return weight.codes()[:, order], order
+
+
+def in_model_order(
+    codes: torch.Tensor, order: torch.Tensor | None, group_size: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The codes and the `g_idx` that `sorted_by_group` was given."""
+    if order is None:
+        return codes, None
+    g_idx = torch.empty_like(order)
+    g_idx[order] = torch.arange(len(order), dtype=torch.int32, device=order.device) // group_size
+    return codes[:, torch.argsort(order)], g_idx

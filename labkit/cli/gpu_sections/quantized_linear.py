@@ -39,7 +39,8 @@ def _one(recorder: Recorder, shape: tuple[int, int], bits: int, rows: tuple[int,
     dtype = torch.float16 if recorder.tiny else torch.bfloat16
     dense = torch.randn(shape, dtype=dtype, device=recorder.device) / 64
     weight = round_to_nearest(dense, RTNConfig(bits=bits, group_size=_GROUP))
-    ops = _ops(recorder, dense, weight, bits)
+    laid_out = InterleavedWeight.of(weight)
+    ops = _ops(recorder, dense, weight, laid_out)
     name = f"W{bits}A16 {shape[0]}x{shape[1]}"
     found: dict[int, dict[str, list[float]]] = {}
     for n in rows:
@@ -47,19 +48,17 @@ def _one(recorder: Recorder, shape: tuple[int, int], bits: int, rows: tuple[int,
         recorder.record(f"{name} {n} rows, off by", _check(ops, x, weight))
         found[n] = _microseconds(recorder, ops, x)
         recorder.record(f"{name} {n} rows, microseconds", found[n])
-    _ratios(recorder, name, bits, InterleavedWeight.of(weight).nbytes, found)
+    _ratios(recorder, name, bits, laid_out.nbytes, found)
 
 
-def _ops(recorder: Recorder, dense: object, weight: object, bits: int) -> dict[str, list[Callable]]:
+def _ops(recorder: Recorder, dense: object, weight: object, laid_out: object) -> dict[str, list[Callable]]:
     """By name, one function of x for each copy of the weight."""
-    from labkit.kernels.quantized_linear import InterleavedWeight
     from labkit.quantization.crossover import product_ops
 
-    laid_out = InterleavedWeight.of(weight)
     ops = {"dense": product_ops(dense)}
     for name, backend in (("kernel", "triton"), ("dequantize and multiply", "torch"), ("auto", "auto")):
         ops[name] = product_ops(laid_out, backend)
-    if bits == 4 and recorder.device != "cpu":
+    if weight.bits == 4 and recorder.device != "cpu":
         ops["_weight_int4pack_mm"] = _pytorch(weight, len(ops["kernel"]))
     if recorder.tiny:
         # A CPU's cache takes many copies of a tiny weight, and the interpreter its time.

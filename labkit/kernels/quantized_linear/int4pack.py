@@ -9,13 +9,13 @@ Columns out of group order (act-order) are sorted by group, and x's with them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from labkit.kernels.bits import pack_bits
-from labkit.kernels.types import PackedWeight
+from labkit.kernels.types import PackedWeight, TensorFields, in_model_order, sorted_by_group
 
 GROUP_SIZES = (32, 64, 128, 256)
 _OUT_MULTIPLE = 16
@@ -25,7 +25,7 @@ _IDENTITY_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Int4PackWeight:
+class Int4PackWeight(TensorFields):
     """A `PackedWeight` of 4 or 8 bits in the order of the CPU's packed matmul; `unpack` gives it back bit by bit.
 
     packed: uint8 `(out_features, halves * in_features / 2)`, one half for 4 bits, low and high for 8.
@@ -44,10 +44,7 @@ class Int4PackWeight:
     @classmethod
     def of(cls, weight: PackedWeight) -> "Int4PackWeight":
         """From the portable form. Call `why_not` first."""
-        codes, order = weight.codes(), None
-        if weight.g_idx is not None:
-            order = torch.argsort(weight.g_idx, stable=True).to(torch.int32)
-            codes = codes[:, order]
+        codes, order = sorted_by_group(weight)
         scales, zeros = weight.scales.float(), weight.zeros
         middle = 1 << (weight.bits - 1)
         offset = scales * (middle - (middle if zeros is None else zeros.float()))
@@ -63,11 +60,7 @@ class Int4PackWeight:
         if self.bits == 8:
             low, high = codes.split(self.in_features, dim=1)
             codes = low | high << 4
-        g_idx = None
-        if self.order is not None:
-            codes = codes[:, torch.argsort(self.order)]
-            g_idx = torch.empty_like(self.order, dtype=torch.int32)
-            g_idx[self.order] = torch.arange(self.in_features, dtype=torch.int32) // self.group_size
+        codes, g_idx = in_model_order(codes, self.order, self.group_size)
         scales = self.scales_and_offsets[: self.in_features // self.group_size, :, 0].T.contiguous()
         words = pack_bits(codes, self.bits)
         return PackedWeight(words, scales, self.zeros, g_idx, self.bits, self.group_size, self.in_features)
@@ -110,21 +103,6 @@ class Int4PackWeight:
     @property
     def device(self) -> torch.device:
         return self.packed.device
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that it is made of, by field."""
-        named = {name: getattr(self, name) for name in ("packed", "scales_and_offsets", "order", "zeros")}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Int4PackWeight":
-        """The same with each tensor changed."""
-        return replace(self, **{name: change(tensor) for name, tensor in self.tensors.items()})
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight that the integers stand for, `(out_features, in_features)`."""

@@ -8,14 +8,13 @@ what a program loads at a time, some rows of one block, is one run of memory.
 Columns out of group order (act-order) are sorted by group; the kernel takes x's by `order`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from labkit.kernels.bits import pack_bits
-from labkit.kernels.types import PackedWeight
+from labkit.kernels.types import PackedWeight, TensorFields, in_model_order, sorted_by_group
 
 BITS = (4, 8)
 WORDS = 16
@@ -29,7 +28,7 @@ def block_columns(bits: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InterleavedWeight:
+class InterleavedWeight(TensorFields):
     """A `PackedWeight` of 4 or 8 bits in the order of the Triton kernel; `unpack` gives it back bit by bit.
 
     words: int32 `(blocks, out_features, 16)`; the last block is filled up with zeros. pairs: int32 `(groups,
@@ -52,10 +51,7 @@ class InterleavedWeight:
     @classmethod
     def of(cls, weight: PackedWeight) -> "InterleavedWeight":
         """From the portable form. Call `why_not` first."""
-        codes, order = weight.codes(), None
-        if weight.g_idx is not None:
-            order = torch.argsort(weight.g_idx, stable=True).to(torch.int32)
-            codes = codes[:, order]
+        codes, order = sorted_by_group(weight)
         columns = block_columns(weight.bits)
         padded = F.pad(codes, (0, -weight.in_features % columns))
         # (blocks, out_features, words, fields): a word's fields have to lie side by side to be packed.
@@ -73,12 +69,7 @@ class InterleavedWeight:
         shifts = torch.arange(0, 32, self.bits, dtype=torch.int32, device=self.device)
         codes = (self.words[..., None, :] >> shifts[:, None]) & ((1 << self.bits) - 1)
         codes = codes.transpose(0, 1).reshape(self.out_features, self.words.shape[0] * fields * WORDS)
-        codes, g_idx = codes[:, : self.in_features].to(torch.uint8), None
-        if self.order is not None:
-            codes = codes[:, torch.argsort(self.order)]
-            g_idx = torch.empty_like(self.order)
-            places = torch.arange(self.in_features, dtype=torch.int32, device=self.device)
-            g_idx[self.order] = places // self.group_size
+        codes, g_idx = in_model_order(codes[:, : self.in_features].to(torch.uint8), self.order, self.group_size)
         scales = (self.pairs >> 16).to(torch.int16).view(torch.bfloat16).T.contiguous()
         zeros = None if self.sym else (self.pairs & 0xFF).to(torch.uint8).T.contiguous()
         words = pack_bits(codes, self.bits)
@@ -91,21 +82,6 @@ class InterleavedWeight:
     @property
     def device(self) -> torch.device:
         return self.words.device
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that it is made of, by field."""
-        named = {name: getattr(self, name) for name in ("words", "pairs", "order", "tickets")}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "InterleavedWeight":
-        """The same with each tensor changed."""
-        return replace(self, **{name: change(tensor) for name, tensor in self.tensors.items()})
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight that the integers stand for, `(out_features, in_features)`."""
