@@ -33,6 +33,9 @@ PROMISED = [
     "norms must not be quantized", "grows with n, not with n²", "2 to 4 times faster than standard", "under 512 tokens",
     "Ampere card or later", "80% acceptance is 5", "50% acceptance is 2", "75 to 85%", "2.5 to 3.8",
     "costs as much as generating one",
+    "grows linearly with n", "Without a KV cache, the time", "A KV cache makes generation 5 times faster",
+    "Averaging the KV heads", "MLA saves 93.3%", "An 8-bit KV cache loses nothing", "quantized KV cache makes decoding",
+    "last tokens alone breaks", "few first tokens kept beside the window",
     "fewer than 100 new tokens", "under 4%", "2 to 3 times the speed", "1.8 times", "it 3 times faster",
     "on top it is 5 times faster",
     "on top it is 8 times faster", "100% to 30%",
@@ -121,6 +124,57 @@ def test_literature_values_that_are_arithmetic_are_right():
     assert BY_ID["int4-weights-save-75"].literature.value == pytest.approx(1 - 1 / int4, abs=0.001)
     assert BY_ID["int4-30-percent-faster"].literature.value == pytest.approx(196.8 / 104.9, abs=0.01)
     assert BY_ID["decode-speed-is-bandwidth"].literature.value == pytest.approx(1397 / 2039, abs=0.01)
+
+
+def _cache_shares() -> dict[str, object]:
+    """Chapter 03's figures that need no clock: shares of caches, from configs and from the formats' bits."""
+    mla, deepseek_67b, mha = 60 * (512 + 64), 2 * 95 * 8 * 128, 60 * 2 * 128 * 128
+    return {
+        "gqa-8-of-32-saves-75": 1 - 8 / 32,
+        "gqa-one-over-groups": 8 / 32,
+        "mqa-one-over-heads": 1 / 9,
+        "mla-saves-93": {
+            "6 bits against DeepSeek-67B in 16": 1 - mla * 6 / (deepseek_67b * 16),
+            "equal precision": 1 - mla / deepseek_67b,
+            "against MHA": 1 - mla / mha,
+        },
+        "int4-kv-saves-75": {"codes alone": 1 - 4 / 16, "g32, no recent window": 1 - 5 / 16},
+    }
+
+
+def test_chapter_three_comes_to_the_known_verdicts():
+    table = claims_table(3, _cache_shares())
+    verdicts = {row.claim.id: row.verdict for row in table.rows}
+    assert list(verdicts) == [claim.id for claim in load_claims(3)] and len(verdicts) == 15
+    assert verdicts["gqa-8-of-32-saves-75"] == verdicts["mqa-one-over-heads"] == "holds"
+    assert verdicts["gqa-one-over-groups"] == "does not hold"
+    assert verdicts["mla-saves-93"] == "holds only when: 6 bits against DeepSeek-67B in 16"
+    assert verdicts["int4-kv-saves-75"] == "holds only when: codes alone"
+    assert verdicts["paged-waste-under-4-percent"] == verdicts["kv-8-bit-lossless"] == NOT_MEASURED
+
+
+def test_chapter_three_quotes_what_its_sources_come_to():
+    shares, results = _cache_shares(), {result.id: result.value for result in reference_results("kv_cache")}
+    mla = BY_ID["mla-saves-93"].literature
+    for share in shares["mla-saves-93"].values():
+        assert f"{100 * share:.0f}%" in mla.text or share == pytest.approx(mla.value, abs=0.0005)
+    assert results["mla-cache"] == mla.value and results["mla-against-mha"] == pytest.approx(34.6 / 860.2, abs=1e-4)
+    assert BY_ID["window-alone-breaks"].literature.value == pytest.approx(
+        results["sinks-none"] / results["sinks-four"], abs=0.1
+    )
+    sinks = BY_ID["sinks-keep-a-window-alive"].literature.text
+    for name in ("one", "two", "four", "eight"):
+        assert f"{results[f'sinks-{name}-7b']:.1f}" in sinks
+    for name in ("mha", "gqa", "mqa"):
+        assert f"{results[f'mmlu-{name}']}" in BY_ID["mqa-one-over-heads"].literature.text
+    assert f"{results['per-channel-keys']}" in BY_ID["int4-kv-costs-half-perplexity"].literature.text
+    assert BY_ID["kv-8-bit-lossless"].literature.value == results["llamacpp-q8-kv-gemma"]
+    assert results["llamacpp-q8-kv-gemma"] == pytest.approx(7.8569 / 7.8551, abs=5e-5)
+    assert results["llamacpp-q4-kv-gemma"] == pytest.approx(7.9506 / 7.8551, abs=5e-5)
+    assert BY_ID["kv-cache-5x-faster"].literature.value == results["cache-on-off"] == pytest.approx(61 / 11.7, abs=0.01)
+    assert BY_ID["int4-kv-saves-75"].literature.value == pytest.approx(
+        shares["int4-kv-saves-75"]["g32, no recent window"], abs=0.005
+    )
 
 
 @pytest.mark.parametrize(("claim_id", "alpha"), [("acceptance-80-gives-5x", 0.8), ("acceptance-50-gives-2x", 0.5)])

@@ -11,6 +11,8 @@ from labkit.exercises._exercise import Exercise, Failed, without_labkit
 from labkit.exercises.ch01 import EXERCISES as CH01
 from labkit.exercises.ch01 import measured_decode
 from labkit.exercises.ch02 import EXERCISES as CH02
+from labkit.exercises.ch03 import EXERCISES as CH03
+from labkit.kernels.bits import words_per_row
 from labkit.measure import Label, Measurement
 from labkit.models import LoadedModel, model_config, tiny_model
 from labkit.roofline import op_costs, parameter_count
@@ -26,7 +28,7 @@ def _solutions_of(chapter: str):
 
 
 ch01 = _solutions_of("ch01")
-CHAPTERS = {1: (CH01, ch01), 2: (CH02, _solutions_of("ch02"))}
+CHAPTERS = {1: (CH01, ch01), 2: (CH02, _solutions_of("ch02")), 3: (CH03, _solutions_of("ch03"))}
 NAMES = [exercise.name for registered, _ in CHAPTERS.values() for exercise in registered]
 ANSWERS, STUBS, SOLUTIONS, WRONGS = (
     {name: value for _, texts in CHAPTERS.values() for name, value in getattr(texts, table).items()}
@@ -72,7 +74,12 @@ def test_the_solution_passes(name):
     assert result.passed is True, result.message
 
 
-ALSO_RIGHT = [(name, source) for name, sources in CHAPTERS[2][1].ALSO_RIGHT.items() for source in sources]
+ALSO_RIGHT = [
+    (name, source)
+    for _, texts in CHAPTERS.values()
+    for name, sources in getattr(texts, "ALSO_RIGHT", {}).items()
+    for source in sources
+]
 
 
 @pytest.mark.parametrize(("name", "source"), ALSO_RIGHT, ids=[f"{i}-{pair[0]}" for i, pair in enumerate(ALSO_RIGHT)])
@@ -231,6 +238,17 @@ def test_the_tripwire_sees_any_way_of_calling_and_leaves_the_profiler_as_it_was(
     assert without_labkit(lambda: model_config("smollm2-135m").vocab_size, ("sizing",)) == 49152
 
 
+def test_the_tripwire_of_a_room_sees_all_its_modules_and_no_other():
+    def call() -> int:
+        return words_per_row(8, 4)
+
+    for modules in (("kernels/",), ("kernels/bits",), ("quantization/", "kernels/")):
+        with pytest.raises(Failed, match="labkit's own words_per_row"):
+            without_labkit(call, modules)
+    for modules in (("kernel/",), ("kernels",), ("kernels/bit",), ("kernels/bits/",), ("quantization/",)):
+        assert without_labkit(call, modules) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "module"),
     [
@@ -239,6 +257,13 @@ def test_the_tripwire_sees_any_way_of_calling_and_leaves_the_profiler_as_it_was(
         ("gptq_update", "quantization/gptq"),
         ("awq_scale", "quantization/awq"),
         ("fixed_calibration", "corpora"),
+        ("cache_size", "sizing"),
+        ("cache_size", "kv_cache/sizing"),
+        ("merge_heads", "attention/merge"),
+        ("block_allocator", "kv_cache/blocks"),
+        ("fixed_attention", "attention/mha"),
+        ("fixed_attention", "kernels/decode_attention/reference"),
+        ("fixed_attention", "kv_cache/paged"),
     ],
 )
 def test_what_a_chapter_teaches_may_not_be_called_in_its_exercise(name, module):

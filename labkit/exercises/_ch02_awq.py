@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from labkit.exercises._ch02_tensors import as_tensor, normal
 from labkit.exercises._exercise import Answer, Exercise, Failed, expect, without_labkit
+from labkit.exercises._tensors import as_tensor, normal
 
 _SIGNATURE = "awq_scale(weight, inputs, quantize, n_grid=20) -> scale (in_features,)"
 _OWN = ("quantization/awq", "quantization/calibration", "quantization/api")

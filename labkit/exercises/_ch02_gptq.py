@@ -7,8 +7,8 @@ fixed, no change of the later ones lowers the output error tr(E H E^T), E the ch
 import torch
 from torch import Tensor
 
-from labkit.exercises._ch02_tensors import as_tensor, normal
 from labkit.exercises._exercise import Answer, Exercise, NotAttempted, expect, without_labkit
+from labkit.exercises._tensors import as_tensor, normal
 
 _SIGNATURE = "gptq_update(weight, hessian_inverse_upper, column, quantized_column) -> weight"
 _OWN = ("quantization/gptq", "quantization/primitives", "quantization/calibration", "quantization/api")

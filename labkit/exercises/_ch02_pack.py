@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from labkit.exercises._ch02_tensors import as_tensor, normal
 from labkit.exercises._exercise import Answer, Exercise, Failed, expect, near, without_labkit
+from labkit.exercises._tensors import as_tensor, normal
 
 _SIGNATURE = "pack_row(weight_row, bits, group_size) -> (words, scales, zeros)"
 _OWN = (

@@ -1,6 +1,7 @@
 """What an exercise is made of: its text and hints, a check that raises on the first property that fails, and probes."""
 
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,13 +101,16 @@ def near(value: float, target: float, tolerance: float = 1e-6) -> bool:
 def without_labkit(function: Callable[[], object], modules: tuple[str, ...]) -> object:
     """Call `function` and fail if code of those modules of labkit ran: the point is to write it, not to call it.
 
-    Python's profiler sees a call however it was imported; a name that was replaced would only catch some ways.
+    A name that ends in "/" is a room, and stands for all modules in it. Python's profiler sees a call however it was
+    imported; a name that was replaced would only catch some ways.
     """
     files = {str(_PACKAGE / f"{module}.py") for module in modules}
+    rooms = tuple(f"{_PACKAGE / module}{os.sep}" for module in modules if module.endswith("/"))
     called: list[str] = []
 
     def watch(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename in files:
+        path = frame.f_code.co_filename
+        if event == "call" and (path in files or path.startswith(rooms)):
             called.append(frame.f_code.co_name)
 
     before = sys.getprofile()

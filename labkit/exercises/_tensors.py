@@ -1,4 +1,4 @@
-"""What the chapter's checks ask of a tensor that a learner's function returns."""
+"""What the checks ask of a tensor that a learner's function returns."""
 
 import torch
 from torch import Tensor
