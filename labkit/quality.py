@@ -42,10 +42,10 @@ def perplexity_stream(
     Arguments are checked at the call, not at the first item.
     """
     model = model.model if isinstance(model, LoadedModel) else model
-    return _stream(model, _checked_windows(model, token_ids, context_length))
+    return _stream(model, checked_windows(model, token_ids, context_length))
 
 
-def _checked_windows(model: object, token_ids: Tensor, context_length: int) -> Tensor:
+def checked_windows(model: object, token_ids: Tensor, context_length: int) -> Tensor:
     """The whole windows of a text, `(n_windows, context_length)`, for a model that can score them."""
     complete = all(hasattr(model, name) for name in ("config", "base_model", "get_output_embeddings"))
     _check.require(complete, "model", type(model).__name__, "a LoadedModel or a causal LM of transformers")
@@ -73,7 +73,7 @@ def _stream(model: PreTrainedModel, windows: Tensor) -> Iterator[tuple[int, floa
     for window in windows:
         total += _negative_log_likelihood(model, window.to(model.device))
         scored += window.numel() - 1
-        yield scored, _exp(total / scored)
+        yield scored, exp_or_inf(total / scored)
 
 
 def _hidden(model: PreTrainedModel, window: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def _negative_log_likelihood(model: PreTrainedModel, window: Tensor) -> float:
     return total
 
 
-def _exp(value: float) -> float:
+def exp_or_inf(value: float) -> float:
     try:
         return math.exp(value)
     except OverflowError:
@@ -201,7 +201,7 @@ def compare_models(
     Arguments and errors as there; each model runs once, and its logits are made piece by piece.
     """
     plain = [m.model if isinstance(m, LoadedModel) else m for m in (reference, model)]
-    windows = [_checked_windows(m, token_ids, context_length) for m in plain][0]
+    windows = [checked_windows(m, token_ids, context_length) for m in plain][0]
     sums = torch.zeros(4, dtype=torch.float64)
     for window in windows:
         hidden = [_hidden(m, window) for m in plain]
@@ -216,4 +216,4 @@ def compare_models(
             shared = len(targets) * torch.tensor([kl_divergence(p, q), top1_agreement(p, q)], dtype=torch.float64)
             sums += torch.cat((torch.tensor(losses, dtype=torch.float64), shared))
     before, after, kl, top1 = (sums / (len(windows) * (context_length - 1))).tolist()
-    return Comparison(_exp(after), _exp(before), kl, top1)
+    return Comparison(exp_or_inf(after), exp_or_inf(before), kl, top1)

@@ -6,6 +6,7 @@ from transformers import PretrainedConfig
 
 from labkit import _check
 from labkit.hardware import describe
+from labkit.kv_cache.interface import DecoderCache, StepInput
 
 
 class StaticKVCache:
@@ -30,27 +31,37 @@ class StaticKVCache:
         """Bytes allocated for keys and values."""
         return self.keys.nbytes + self.values.nbytes
 
-    def write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Put `keys`, `values` `(batch, num_key_value_heads, q_len, head_dim)` at `slots (q_len,)`."""
-        self.keys[layer_idx].index_copy_(2, slots, keys)
-        self.values[layer_idx].index_copy_(2, slots, values)
+    def begin(self, tokens: torch.Tensor) -> int:
+        """Forget all; nothing of a prompt is at hand."""
+        self.length = 0
+        return 0
 
-    def attend(
-        self, layer_idx: int, query: torch.Tensor, kv_len: int, mask: torch.Tensor | None, causal: bool
-    ) -> torch.Tensor:
-        """Attention of `query (batch, num_attention_heads, q_len, head_dim)` over the first `kv_len` slots.
+    def extend(self, tokens: torch.Tensor) -> None:
+        """Refuse `tokens (batch, q_len)` that would not fit; `Decoder` calls `grown` before."""
+        _check.integer("tokens", tokens.shape[1], 0, self.max_length - self.length)
 
-        `mask (q_len, kv_len)` is True where a query may look. K and V are never repeated: a single query's heads that
-        share a KV head become the rows of one small attention.
+    def write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, at: StepInput) -> None:
+        """Put `keys`, `values` `(batch, num_key_value_heads, q_len, head_dim)` at their slots."""
+        self.keys[layer_idx].index_copy_(2, at.slots, keys)
+        self.values[layer_idx].index_copy_(2, at.slots, values)
+
+    def attend(self, layer_idx: int, query: torch.Tensor, at: StepInput) -> torch.Tensor:
+        """Attention of `query (batch, num_attention_heads, q_len, head_dim)` over the first `at.kv_len` slots.
+
+        K and V are never repeated: a single query's heads that share a KV head become the rows of one small attention.
         """
-        keys, values = self.keys[layer_idx, :, :, :kv_len], self.values[layer_idx, :, :, :kv_len]
+        keys, values = self.keys[layer_idx, :, :, : at.kv_len], self.values[layer_idx, :, :, : at.kv_len]
         batch, heads, q_len, head_dim = query.shape
         if q_len > 1:
-            return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=causal, enable_gqa=True)
+            return F.scaled_dot_product_attention(query, keys, values, at.mask, is_causal=at.causal, enable_gqa=True)
         grouped = query.reshape(batch, keys.shape[1], -1, head_dim)
-        return F.scaled_dot_product_attention(grouped, keys, values, mask).reshape(batch, heads, 1, head_dim)
+        return F.scaled_dot_product_attention(grouped, keys, values, at.mask).reshape(batch, heads, 1, head_dim)
 
-    def crop(self, length: int) -> None:
+    def advance(self, q_len: int) -> None:
+        """Count `q_len` new tokens."""
+        self.length += q_len
+
+    def crop_to(self, length: int) -> None:
         """Forget every token from `length` on."""
         self.length = _check.integer("length", length, 0, self.length)
 
@@ -84,14 +95,36 @@ def _shape(config: PretrainedConfig, batch: int, max_length: int) -> tuple[int, 
     return config.num_hidden_layers, batch, config.num_key_value_heads, max_length, head_dim
 
 
-def check_cache(cache: object, config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device) -> StaticKVCache:
+def check_cache(cache: object, config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device) -> DecoderCache:
     """Refuse a cache that does not hold the keys and values of this model."""
-    _check.require(isinstance(cache, StaticKVCache), "cache", type(cache).__name__, "a StaticKVCache or None")
+    takes = "None, a StaticKVCache or another cache that a Decoder can read, such as QuantizedCache or PagedKVCache"
+    _check.require(isinstance(cache, DecoderCache), "cache", type(cache).__name__, takes)
+    if not isinstance(cache, StaticKVCache):
+        layers = len(cache.layers)
+        wanted = config.num_hidden_layers
+        _check.require(layers == wanted, "cache", f"a cache of {layers} layers", f"{wanted} layers, as the model has")
+        return cache
     keys, wanted = cache.keys, _shape(config, cache.batch, cache.max_length)
     fits = (tuple(keys.shape), keys.dtype, keys.device) == (wanted, dtype, device)
     got = f"keys {tuple(keys.shape)} in {keys.dtype} on {keys.device}"
     _check.require(fits, "cache", got, f"keys {wanted} in {dtype} on {device}")
     return cache
+
+
+def write_random(
+    cache: DecoderCache, config: PretrainedConfig, batch: int, at: StepInput, *, dtype: torch.dtype, seed: int
+) -> None:
+    """Put random keys and values of the tokens that `at` places into every layer of an empty cache, the same in each:
+    for timing. Errors: as the cache raises where there is no room."""
+    layers, _, heads, length, head_dim = _shape(config, batch, at.kv_len)
+    device = at.slots.device
+    generator = torch.Generator(device).manual_seed(_check.seed("seed", seed))
+    stored = torch.randn(batch, heads, length, head_dim, generator=generator, dtype=dtype, device=device)
+    # Ids that no text has: a prefix cache must never find these keys and values under a prompt's.
+    cache.extend(torch.full((batch, length), -1, device=device))
+    for layer_idx in range(layers):
+        cache.write(layer_idx, stored, stored, at)
+    cache.advance(length)
 
 
 def _new_storage(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""`Decoder`: prefill, then one token at a time, over a static KV cache; on a GPU from a CUDA graph."""
+"""`Decoder`: prefill, then one token at a time, over a KV cache; on a GPU, over a static one, from a CUDA graph."""
 
 import functools
 import threading
@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from labkit import _check
-from labkit.engine.cache import StaticKVCache, check_cache
+from labkit.engine.cache import StaticKVCache, check_cache, write_random
 from labkit.engine.graph import DecodeGraphs
 from labkit.engine.sampling import check_sampling, sample, seeded_generator, stop_ids
-from labkit.engine.step import StepInput, check_model, check_tree_mask, collect_ops, no_mark, rotary_table, run_step
+from labkit.engine.step import check_model, collect_ops, no_mark, rotary_table, run_step, step_input
+from labkit.kv_cache.interface import DecoderCache
 from labkit.measure import synchronize, track_peak
 from labkit.models import LoadedModel
 
@@ -50,16 +51,17 @@ def _one_at_a_time(method: Callable[..., object]) -> Callable[..., object]:
 class Decoder:
     """Runs a Llama-family `transformers` model (or a `LoadedModel`) step by step.
 
-    `cache` is made and grown as needed unless one is given; `cuda_graph` None means: where there is a GPU. The model's
-    modules are looked up here, once: after replacing some (quantizing in place), make a new Decoder. Errors: ValueError
-    for a model whose step this does not compute exactly.
+    `cache`: a static one, made and grown as needed, unless one is given: static, or any `DecoderCache`, which a step
+    reads where it lies (quantized values, blocks). `cuda_graph` None means: where there is a GPU and the cache is
+    static. The model's modules are looked up here, once: after replacing some (quantizing in place), make a new
+    Decoder. Errors: ValueError for a model whose step this does not compute exactly.
     """
 
     def __init__(
         self,
         model: PreTrainedModel | LoadedModel,
         *,
-        cache: StaticKVCache | None = None,
+        cache: DecoderCache | None = None,
         cuda_graph: bool | None = None,
     ) -> None:
         self.model = check_model(model.model if isinstance(model, LoadedModel) else model)
@@ -72,8 +74,11 @@ class Decoder:
         _check.require(
             on_gpu or not cuda_graph, "cuda_graph", cuda_graph, f"None or False for a model on {self.device}"
         )
-        self._graphs = DecodeGraphs() if on_gpu and cuda_graph is not False else None
-        self.cache: StaticKVCache | None = None
+        static = cache is None or isinstance(cache, StaticKVCache)
+        takes = f"None or False over a {type(cache).__name__}, whose tensors move as it grows"
+        _check.require(static or not cuda_graph, "cuda_graph", cuda_graph, takes)
+        self._graphs = DecodeGraphs() if on_gpu and static and cuda_graph is not False else None
+        self.cache: DecoderCache | None = None
         self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
         if cache is not None:
             self._adopt(check_cache(cache, self.model.config, dtype=self.dtype, device=self.device))
@@ -83,9 +88,10 @@ class Decoder:
         """Tokens held in the cache."""
         return self.cache.length if self.cache else 0
 
-    def _adopt(self, cache: StaticKVCache) -> None:
+    def _adopt(self, cache: DecoderCache) -> None:
         # The table first: where making it fails, the cache at hand keeps the table that goes with it.
-        self._rotary = rotary_table(self.model, cache.max_length)
+        if isinstance(cache, StaticKVCache):
+            self._rotary = rotary_table(self.model, cache.max_length)
         self.cache = cache
         if self._graphs is not None:
             self._graphs.clear()
@@ -93,13 +99,19 @@ class Decoder:
     def reserve(self, batch: int, max_length: int) -> None:
         """Make room for `max_length` tokens of `batch` rows, keeping what is held if the batch is the same.
 
-        Errors: ValueError where the length passes the model's positions or the memory that is free.
+        A cache that is not static makes its own room, step by step. Errors: ValueError where the length passes the
+        model's positions or the memory that is free.
         """
+        most = self.model.config.max_position_embeddings
         _check.integer("batch", batch, 1)
-        _check.integer("max_length", max_length, 1, self.model.config.max_position_embeddings)
+        _check.integer("max_length", max_length, 1, most)
+        rounded = min(-(-max_length // _GROWTH) * _GROWTH, most)
+        if self.cache is not None and not isinstance(self.cache, StaticKVCache):
+            if self._rotary is None or self._rotary[0].shape[0] < max_length:
+                self._rotary = rotary_table(self.model, rounded)
+            return
         if self.cache is not None and self.cache.batch == batch and self.cache.max_length >= max_length:
             return
-        rounded = min(-(-max_length // _GROWTH) * _GROWTH, self.model.config.max_position_embeddings)
         if self.cache is not None and self.cache.batch == batch:
             self._adopt(self.cache.grown(rounded))
         else:
@@ -111,16 +123,23 @@ class Decoder:
         """Forget every token from `length` on; the next step continues from there."""
         _check.integer("length", length, 0, self.length)
         if self.cache is not None:
-            self.cache.crop(length)
+            self.cache.crop_to(length)
 
     def reset(self) -> None:
         """Forget all tokens."""
         self.crop(0)
 
+    @torch.inference_mode()
     def fill_cache(self, batch: int, length: int, seed: int = 0) -> None:
         """Hold `length` random tokens' K and V for `batch` rows: to time a step at a context without a prefill."""
         self.reserve(batch, max(1, _check.integer("length", length, 0)))
-        self.cache.fill(length, seed)
+        if isinstance(self.cache, StaticKVCache):
+            self.cache.fill(length, seed)
+            return
+        self.cache.crop_to(0)
+        if length:
+            at = step_input(self._rotary, 0, length, None)
+            write_random(self.cache, self.model.config, batch, at, dtype=self.dtype, seed=seed)
 
     def _check_tokens(self, name: str, tokens: torch.Tensor) -> torch.Tensor:
         _check.tensor(name, tokens, ndim=2, dtypes=(torch.int64, torch.int32))
@@ -130,21 +149,6 @@ class Decoder:
             low, high = map(int, tokens.aminmax())
             _check.require(0 <= low and high < vocab, name, f"ids {low} to {high}", f"0 to {vocab - 1}")
         return tokens.to(self.device, torch.int64)
-
-    def _where(self, q_len: int, tree_mask: torch.Tensor | None) -> StepInput:
-        """Slots, positions and mask of the next `q_len` tokens."""
-        past, cos, sin = self.length, *self._rotary
-        slots = torch.arange(past, past + q_len, device=self.device)
-        positions, mask = slots, None
-        if tree_mask is not None:
-            allowed = check_tree_mask(tree_mask, q_len).to(self.device)
-            # A draft token stands as deep as it has ancestors, whatever its slot.
-            positions = past + allowed.sum(-1) - 1
-            mask = torch.cat((allowed.new_ones(q_len, past), allowed), dim=1)
-        elif q_len > 1 and past:
-            mask = torch.ones(q_len, past + q_len, dtype=torch.bool, device=self.device).tril(past)
-        causal = mask is None and q_len > 1
-        return StepInput(slots, cos[positions], sin[positions], past + q_len, mask, causal)
 
     @_one_at_a_time
     @torch.inference_mode()
@@ -174,11 +178,17 @@ class Decoder:
         plain = tree_mask is None and not return_hidden and mark is no_mark
         if self._graphs is not None and q_len == 1 and plain and self.length:
             logits = self._graphs.run(self._ops, tokens, self.cache, self._rotary)
-            self.cache.length += 1
+            self.cache.advance(1)
             return logits
-        at = self._where(q_len, tree_mask)
-        logits, hidden = run_step(self._ops, tokens, at, self.cache, logits_to_keep=logits_to_keep, mark=mark)
-        self.cache.length += q_len
+        past = self.length
+        at = step_input(self._rotary, past, q_len, tree_mask)
+        self.cache.extend(tokens)
+        try:
+            logits, hidden = run_step(self._ops, tokens, at, self.cache, logits_to_keep=logits_to_keep, mark=mark)
+        except BaseException:  # an interrupt too: some layers would hold a step that others do not
+            self.cache.crop_to(past)
+            raise
+        self.cache.advance(q_len)
         return (logits, hidden) if return_hidden else logits
 
     @_one_at_a_time
@@ -196,8 +206,9 @@ class Decoder:
     ) -> GenerationResult:
         """Continue `input_ids (batch, prompt)`, rows of one length, by up to `max_new_tokens`; temperature 0 is greedy.
 
-        Starts from an empty cache. Stops when every row has made an `eos_token_id`; a row that stopped earlier is
-        padded with it. `streamer` is fed as `transformers.generate` feeds it: the prompt, then each step's tokens.
+        Starts from an empty cache, or after as much of the prompt as a prefix cache holds. Stops when every row has
+        made an `eos_token_id`; a row that stopped earlier is padded with it. `streamer` is fed as
+        `transformers.generate` feeds it: the prompt, then each step's tokens.
         """
         check_sampling(temperature, top_k, top_p)
         feeds = streamer is None or (hasattr(streamer, "put") and hasattr(streamer, "end"))
@@ -210,6 +221,7 @@ class Decoder:
         generator = seeded_generator(self.device, seed)
         self.reset()
         self.reserve(batch, prompt + max_new_tokens)
+        at_hand = self.cache.begin(input_ids)
         if streamer is not None:
             streamer.put(input_ids.cpu())
         steps, times = [input_ids], []
@@ -217,7 +229,7 @@ class Decoder:
         with track_peak(self.device) as peak:
             synchronize(self.device)
             begin = time.perf_counter()
-            tokens = input_ids
+            tokens = input_ids[:, at_hand:]
             for _ in range(max_new_tokens):
                 logits = self.forward(tokens, logits_to_keep=1)[:, -1]
                 token = sample(logits, temperature, top_k, top_p, generator)

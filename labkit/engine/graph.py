@@ -9,7 +9,8 @@ import functools
 import torch
 
 from labkit.engine.cache import StaticKVCache
-from labkit.engine.step import StepInput, StepOps, run_step
+from labkit.engine.step import StepOps, run_step
+from labkit.kv_cache.interface import StepInput
 
 # Attention reads whole buckets: at most 255 slots too many a step, and one capture every 256 tokens.
 _BUCKET = 256

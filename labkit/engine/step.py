@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from labkit import _check
-from labkit.engine.cache import StaticKVCache
 from labkit.kernels import dense_linear
+from labkit.kv_cache.interface import DecoderCache, StepInput
 from labkit.quantization import QuantLinear
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -42,19 +42,6 @@ def check_model(model: object) -> PreTrainedModel:
     mistral = config.model_type == "mistral" and getattr(config, "sliding_window", None)
     _check.require(not sliding and not mistral, "model", "sliding-window attention", "full attention")
     return model
-
-
-@dataclass(frozen=True)
-class StepInput:
-    """Where one step's tokens stand. `slots (q_len,)` in the cache; `cos`, `sin (q_len, 1, head_dim)` of their
-    positions; `kv_len` slots to look at, the new ones included; `mask (q_len, kv_len)` or None."""
-
-    slots: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-    kv_len: int
-    mask: torch.Tensor | None
-    causal: bool
 
 
 def check_tree_mask(tree_mask: torch.Tensor, q_len: int) -> torch.Tensor:
@@ -83,6 +70,23 @@ def rotary_table(model: PreTrainedModel, max_length: int) -> tuple[torch.Tensor,
     sign = torch.ones(sin.shape[-1], dtype=sin.dtype, device=sin.device)
     sign[: sin.shape[-1] // 2] = -1
     return cos[0, :, None], (sin * sign)[0, :, None]
+
+
+def step_input(
+    rotary: tuple[torch.Tensor, torch.Tensor], past: int, q_len: int, tree_mask: torch.Tensor | None
+) -> StepInput:
+    """Slots, positions and mask of `q_len` tokens after `past`; `rotary` is a `rotary_table` that reaches them."""
+    cos, sin = rotary
+    slots = torch.arange(past, past + q_len, device=cos.device)
+    positions, mask, allowed = slots, None, None
+    if tree_mask is not None:
+        allowed = check_tree_mask(tree_mask, q_len).to(cos.device)
+        # A draft token stands as deep as it has ancestors, whatever its slot.
+        positions = past + allowed.sum(-1) - 1
+        mask = torch.cat((allowed.new_ones(q_len, past), allowed), dim=1)
+    elif q_len > 1 and past:
+        mask = torch.ones(q_len, past + q_len, dtype=torch.bool, device=cos.device).tril(past)
+    return StepInput(slots, cos[positions], sin[positions], past + q_len, mask, mask is None and q_len > 1, allowed)
 
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
@@ -159,7 +163,7 @@ Mark = Callable[[str], None]
 
 
 def _attention_block(
-    layer: LayerOps, layer_idx: int, x: torch.Tensor, head_dim: int, at: StepInput, cache: StaticKVCache, mark: Mark
+    layer: LayerOps, layer_idx: int, x: torch.Tensor, head_dim: int, at: StepInput, cache: DecoderCache, mark: Mark
 ) -> torch.Tensor:
     heads = (*x.shape[:2], -1, head_dim)
     query = layer.q_proj(x).view(heads)
@@ -175,9 +179,9 @@ def _attention_block(
     both = torch.cat((query, key), dim=2)
     both = torch.addcmul(both * at.cos, both.roll(head_dim // 2, -1), at.sin).transpose(1, 2)
     mark("rope")
-    cache.write(layer_idx, both[:, num_heads:], value.transpose(1, 2), at.slots)
+    cache.write(layer_idx, both[:, num_heads:], value.transpose(1, 2), at)
     mark("kv_write")
-    x = cache.attend(layer_idx, both[:, :num_heads], at.kv_len, at.mask, at.causal).transpose(1, 2).flatten(2)
+    x = cache.attend(layer_idx, both[:, :num_heads], at).transpose(1, 2).flatten(2)
     mark("attention")
     x = layer.o_proj(x)
     mark("o_proj")
@@ -200,7 +204,7 @@ def run_step(
     ops: StepOps,
     tokens: torch.Tensor,
     at: StepInput,
-    cache: StaticKVCache,
+    cache: DecoderCache,
     *,
     logits_to_keep: int | None = None,
     mark: Mark = no_mark,

@@ -30,7 +30,7 @@ SHARED_BYTES = {
 }
 # Columns of tensor memory, which only this one has.
 TENSOR_MEMORY = 512
-ROOMS = ("quantized_linear",)
+ROOMS = ("quantized_linear", "decode_attention", "kv_quantize")
 
 
 @dataclass(frozen=True)

@@ -1,34 +1,16 @@
-"""What kernels are given: weights whose bytes are really small. `labkit.quantization` fills them."""
+"""What kernels are given: weights, keys and values whose bytes are really small. `labkit.quantization` and
+`labkit.kv_cache` fill them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 
 from labkit import _check
+from labkit.kernels._tensor_fields import TensorFields
 from labkit.kernels.bits import PACKED_BITS, unpack_bits, words_per_row
+from labkit.kernels.kv_types import QuantizedKV
 
-
-class TensorFields:
-    """What every form of a weight has: a frozen dataclass, of whose fields some are tensors."""
-
-    __slots__ = ()
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that it is made of, by field."""
-        named = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {name: value for name, value in named if isinstance(value, torch.Tensor)}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """The same with each tensor changed, such as moved to a device."""
-        return replace(self, **{name: change(tensor) for name, tensor in self.tensors.items()})
+__all__ = ["PackedWeight", "QuantizedKV", "TensorFields", "in_model_order", "sorted_by_group"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

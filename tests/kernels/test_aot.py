@@ -52,7 +52,8 @@ def test_every_kernel_compiles_for_every_chip_and_nothing_spills(tmp_path: Path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = [line for line in ran.stdout.splitlines() if re.search(r"\bsm_\d+\b", line)]
     assert {re.search(r"\bsm_(\d+)\b", row)[1] for row in rows} == {"80", "86", "89", "90", "100", "120"}
-    assert all(kernel in ran.stdout for kernel in ("W4A16", "W8A16", "split-K", "dequantize"))
+    kernels = ("W4A16", "W8A16", "split-K", "dequantize", "decode_attention int4", "combines", "kv_quantize int4")
+    assert all(kernel in ran.stdout for kernel in kernels)
     assert len(rows) <= 60 and len(rows) % 6 == 0
     assert time.perf_counter() - begin < 120
 

@@ -51,7 +51,18 @@ class Section:
 
 
 _EIGHT_BIT = ("labkit/quantization/row_scaled.py", "labkit/quantization/smoothquant.py", "labkit/quantization/fp8.py")
-_PACKED = ("labkit/kernels/quantized_linear/*.py", "labkit/kernels/types.py", "labkit/kernels/bits.py")
+_PACKED = (
+    "labkit/kernels/quantized_linear/*.py",
+    "labkit/kernels/types.py",
+    "labkit/kernels/bits.py",
+    "labkit/kernels/_tensor_fields.py",
+)
+_KV = (
+    "labkit/kernels/decode_attention/*.py",
+    "labkit/kernels/kv_quantize/*.py",
+    "labkit/kernels/kv_types.py",
+    "labkit/kernels/_tensor_fields.py",
+)
 _ENGINE = ("labkit/engine/*.py", "labkit/kernels/dense_linear/*.py")
 
 # In the order they run: what the others are held against comes first.
@@ -62,5 +73,6 @@ SECTIONS = (
     Section("decoder_1b", "labkit.cli.gpu_sections.decoder:decoder_1b", _ENGINE),
     Section("decoder_8b", "labkit.cli.gpu_sections.decoder:decoder_8b", _ENGINE),
     Section("quantized_linear", "labkit.cli.gpu_sections.quantized_linear:quantized_linear", _PACKED),
+    Section("decode_attention", "labkit.cli.gpu_sections.decode_attention:decode_attention", _KV),
     Section("eight_bit", "labkit.cli.gpu_sections.eight_bit:eight_bit", _EIGHT_BIT),
 )

@@ -1,0 +1,59 @@
+"""What a decode step and a cache know of each other. `labkit.engine` steps; any cache with these methods serves it."""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """Where one step's tokens stand. `slots (q_len,)` in the cache; `cos`, `sin (q_len, 1, head_dim)` of their
+    positions; `kv_len` tokens to look at, the new ones included; `mask (q_len, kv_len)`, True where a query may look,
+    or None where all may (`causal`: each up to itself); `tree_mask (q_len, q_len)`, the part of the mask that new
+    tokens see of each other where they are a tree."""
+
+    slots: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    kv_len: int
+    mask: torch.Tensor | None
+    causal: bool
+    tree_mask: torch.Tensor | None = None
+
+
+@runtime_checkable
+class DecoderCache(Protocol):
+    """A KV cache that `Decoder` runs over. Rows have one length; `length` changes between steps only."""
+
+    @property
+    def batch(self) -> int:
+        """Rows held; of no meaning while `length` is 0."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that each row holds."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, with all that goes with the keys and values."""
+
+    def begin(self, tokens: torch.Tensor) -> int:
+        """Forget every sequence and start `tokens (batch, prompt)`. Returns how many tokens of each row are at hand
+        already (from a prefix cache), at most prompt - 1: the step begins after them."""
+
+    def extend(self, tokens: torch.Tensor) -> None:
+        """Make room for `tokens (batch, q_len)`, before their step. Raises, changing nothing, where there is none."""
+
+    def write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, at: StepInput) -> None:
+        """Take the new `keys`, `values (batch, num_key_value_heads, q_len, head_dim)` of one layer."""
+
+    def attend(self, layer_idx: int, query: torch.Tensor, at: StepInput) -> torch.Tensor:
+        """Attention of `query (batch, num_attention_heads, q_len, head_dim)` over what the layer now holds, new tokens
+        included; the same shape. Holds no full-precision copy of the layer's keys or values."""
+
+    def advance(self, q_len: int) -> None:
+        """The step is done: each row holds `q_len` tokens more."""
+
+    def crop_to(self, length: int) -> None:
+        """Forget every token from `length` on, in all layers, those of a step that was not finished included."""
