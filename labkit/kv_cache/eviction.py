@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache
 from labkit import _check
 from labkit.kv_cache.evaluation import cached_perplexity_stream
 from labkit.kv_cache.heavy_hitters import HeavyHitterCache
-from labkit.kv_cache.needle import NeedleCount, find_needles_stream, needle_prompts
+from labkit.kv_cache.needle import NeedlePrompt, find_needles, needle_prompts
 from labkit.kv_cache.sinks import SinkCache
 from labkit.kv_cache.snapkv import SnapKVCache
 from labkit.models import LoadedModel
@@ -77,8 +77,8 @@ def eviction_point(
     """Measures one method at one budget, and yields what is known after every chunk and every needle.
 
     budget: share of the tokens that the cache may hold, above 0 and at most 1: of context_length for the perplexity of
-    `token_ids`, and of each needle's prompt. Perplexity is `cached_perplexity`'s, with its chunk and prompt_length;
-    needles are `needle_prompts(tokenizer, n=n_needles, context_length=needle_length, seed=seed)`, each in one step.
+    `token_ids`, and of each needle's prompt (`prompt_budget`). Perplexity is `cached_perplexity`'s, with its chunk and
+    prompt_length; needles are `needle_prompts(tokenizer, n=n_needles, context_length=needle_length, seed=seed)`, each in one step.
     "snapkv" compresses a prompt, so that without a prompt_length its perplexity is not measured; with one, its budget
     counts what is held at the end, the tokens after the prompt included.
     n_needles: 0 for none. Errors: ValueError at the call, also for a budget too small for the method.
@@ -96,23 +96,17 @@ def eviction_point(
             model, token_ids, context_length, making, chunk=chunk, prompt_length=prompt_length
         )
         run = losses, making
-    needles = _needles(model, tokenizer, method, budget, n_needles, needle_length, seed) if n_needles else None
-    return _measured(point, run, needles)
+    prompts = []
+    if n_needles:
+        prompts = needle_prompts(tokenizer, n=n_needles, context_length=needle_length, seed=seed)
+    needles = [(prompt, eviction_cache(model, method, prompt_budget(prompt, budget))) for prompt in prompts]
+    return _measured(model, point, run, needles)
 
 
-def _needles(
-    model: PreTrainedModel | LoadedModel,
-    tokenizer: PreTrainedTokenizerBase | LoadedModel,
-    method: str,
-    budget: float,
-    n: int,
-    length: int,
-    seed: int,
-) -> Iterator[NeedleCount]:
-    """Prompts differ by less than a sentence in length: all get the budget of the shortest."""
-    prompts = needle_prompts(tokenizer, n=n, context_length=length, seed=seed)
-    shortest = min(len(prompt.input_ids) for prompt in prompts)
-    return find_needles_stream(model, prompts, eviction_cache(model, method, round(budget * shortest)))
+def prompt_budget(prompt: NeedlePrompt, budget: float) -> int:
+    """Tokens a KV head for this share of the prompt; at 1 there is room for the answer too, so that nothing goes."""
+    length = len(prompt.input_ids)
+    return length + len(prompt.answer_ids) if budget == 1 else round(budget * length)
 
 
 class _Making:
@@ -132,13 +126,17 @@ class _Making:
 
 
 def _measured(
-    point: EvictionPoint, run: tuple | None, needles: Iterator[NeedleCount] | None
+    model: PreTrainedModel | LoadedModel,
+    point: EvictionPoint,
+    run: tuple | None,
+    needles: list[tuple[NeedlePrompt, Callable[[], Cache]]],
 ) -> Iterator[EvictionPoint]:
     if run is not None:
         for scored, value in run[0]:
             held = max(point.nbytes, run[1].nbytes)
             point = replace(point, perplexity=value, scored=scored, nbytes=held)
             yield point
-    for count in needles or ():
-        point = replace(point, needles_found=count.found, needles_tried=count.tried)
+    for tried, (prompt, make_cache) in enumerate(needles, 1):
+        found = point.needles_found + find_needles(model, [prompt], make_cache).found
+        point = replace(point, needles_found=found, needles_tried=tried)
         yield point

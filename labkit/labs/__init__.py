@@ -6,6 +6,9 @@ ipywidgets and plotly are imported when a lab is first asked for, not before.
 import importlib
 
 _MODULE_OF = {
+    "eviction_lab": "labkit.labs.eviction",
+    "kv_cache_lab": "labkit.labs.kv_cache",
+    "paging_lab": "labkit.labs.paging",
     "quantization_lab": "labkit.labs.quantization",
     "roofline_lab": "labkit.labs.roofline",
 }

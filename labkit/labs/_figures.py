@@ -34,6 +34,13 @@ COLOURS = {
     "AWQ": GREEN,
     "GPTQ": VERMILLION,
     "QAT": PURPLE,
+    "quantized KV": BLUE,
+    "paged KV": GREEN,
+    "reserved KV": VERMILLION,
+    "window": SKY,
+    "sinks + window": GREEN,
+    "heavy hitters": ORANGE,
+    "SnapKV": PURPLE,
 }
 
 TEMPLATE = go.layout.Template(
