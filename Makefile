@@ -15,7 +15,7 @@ HELP_SETUP = echo "The set-up stopped: see 'Troubleshooting' in README.md. 'make
 export OMP_WAIT_POLICY ?= passive
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: FORCE help setup lab test lint aot bench record record-peers quantlibs notebooks picture gpu-check gpu-notebooks constraints clean
+.PHONY: FORCE help setup lab test lint aot bench record record-peers record-kv quantlibs notebooks picture gpu-check gpu-notebooks constraints clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -101,7 +101,7 @@ test-browser: $(STAMP)/labkit ## only JupyterLab in a headless Chromium
 	@$(PYTEST) tests/browser $(TEST_ARGS)
 
 picture: test-browser ## the browser tests, then the README's picture of a lab from them
-	@cp artifacts/browser/roofline_lab.png artifacts/browser/quantization_lab.png docs/images/
+	@cp artifacts/browser/*_lab.png docs/images/
 
 lint: $(STAMP)/packages ## ruff's checks and format
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . || \
@@ -150,6 +150,9 @@ quantlibs: ## the libraries that chapter 02 compares with (GPTQModel, AutoGPTQ, 
 
 record-peers: setup ## the runs of those libraries that chapter 02 shows as recorded: about an hour
 	@$(PY) -m tools.record_peers
+
+record-kv: setup ## what chapter 03 shows as recorded: caches measured, KV heads merged: half an hour
+	@$(PY) -m tools.record_kv_cache && $(PY) -m tools.record_kv_merge
 
 notebooks: setup ## run every notebook and keep its outputs, normalised
 	@$(WITH_VENV_PATH) python -m tools.notebooks

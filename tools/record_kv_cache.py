@@ -20,6 +20,7 @@ from labkit.kv_cache import QuantizedCache
 from labkit.kv_cache.evaluation import cached_perplexity
 from labkit.kv_cache.eviction import EVICTION_METHODS, eviction_point
 from labkit.kv_cache.generation import Generation, time_generation
+from labkit.kv_cache.needle import find_needles, needle_prompts
 from labkit.kv_cache.peers import cache_nbytes, quantized_peers
 from labkit.kv_cache.recorded import RECORDED, CachedPerplexity, Evicted
 from labkit.models import DEFAULT_MODEL, load_model
@@ -30,6 +31,8 @@ PROMPT, NEW_TOKENS = 16, (16, 32, 64, 128, 256)
 # (nbits, q_group_size, residual_length)
 SETTINGS = ((8, 32, 32), (4, 32, 32), (2, 32, 32), (4, 64, 32), (4, 32, 0), (2, 32, 128))
 EVICTED_WINDOWS, EVICTED_LENGTH, NEEDLES, NEEDLE_LENGTH = 2, 1024, 30, 256
+# A prompt that leaves 127 tokens to be scored through what was kept of it; the longest texts that hide a needle.
+EVICTED_PROMPT, LONG_NEEDLE = 896, 512
 BUDGETS = (0.25, 0.125)
 PARTS = ("generation", "quantized", "evicted")
 
@@ -57,7 +60,8 @@ class Recorder:
     def generation(self) -> Iterator[Generation]:
         """With a cache and without, at each length."""
         for new in NEW_TOKENS:
-            yield time_generation(self.loaded, self.text[None, :PROMPT], new)
+            # Short ones again and again: a moment's load on the machine would show.
+            yield time_generation(self.loaded, self.text[None, :PROMPT], new, repeats=max(1, 128 // new))
 
     def _perplexity(self, make: Callable[[], Cache]) -> float:
         return cached_perplexity(self.loaded, self.text[: WINDOWS * LENGTH], LENGTH, make, chunk=CHUNK)
@@ -94,14 +98,24 @@ class Recorder:
             yield CachedPerplexity(name, *setting, round(value, 4), round(baseline, 4), nbytes, full_bytes, seconds)
 
     def evicted(self) -> Iterator[Evicted]:
-        """By method and budget: perplexity over a long text, and needles found."""
+        """By method and budget: perplexity over a long text, and needles found; then what follows a long prompt, which
+        is what SnapKV is for; then the needles of the longest texts, with everything kept."""
         settings = [("full", 1.0), *((m, b) for b in BUDGETS for m in EVICTION_METHODS if m != "full")]
         for method, budget in settings:
-            options = {"context_length": EVICTED_LENGTH, "n_needles": NEEDLES, "needle_length": NEEDLE_LENGTH}
-            text = self.text[: EVICTED_WINDOWS * EVICTED_LENGTH]
-            *_, point = eviction_point(self.loaded, self.loaded.tokenizer, method, budget, text, **options)
-            value = None if point.perplexity is None else round(point.perplexity, 4)
-            yield Evicted(method, budget, EVICTED_LENGTH, value, point.needles_found, point.needles_tried)
+            yield self._point(method, budget, n_needles=NEEDLES)
+        for method in ("full", "window", "heavy_hitters", "snapkv"):
+            yield self._point(method, 1.0 if method == "full" else BUDGETS[0], prompt_length=EVICTED_PROMPT)
+        prompts = needle_prompts(self.loaded, n=NEEDLES, context_length=LONG_NEEDLE)
+        count = find_needles(self.loaded, prompts, DynamicCache)
+        yield Evicted("full", 1.0, LONG_NEEDLE, 0, None, LONG_NEEDLE, count.found, count.tried)
+
+    def _point(self, method: str, budget: float, *, prompt_length: int = 0, n_needles: int = 0) -> Evicted:
+        options = {"context_length": EVICTED_LENGTH, "prompt_length": prompt_length, "n_needles": n_needles}
+        text, tokenizer = self.text[: EVICTED_WINDOWS * EVICTED_LENGTH], self.loaded.tokenizer
+        *_, point = eviction_point(self.loaded, tokenizer, method, budget, text, needle_length=NEEDLE_LENGTH, **options)
+        value = None if point.perplexity is None else round(point.perplexity, 4)
+        needles = (NEEDLE_LENGTH, point.needles_found, point.needles_tried)
+        return Evicted(method, budget, EVICTED_LENGTH, prompt_length, value, *needles)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

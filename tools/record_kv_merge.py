@@ -19,7 +19,7 @@ from tools.recording import machine, short_commit
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study and keep it."""
     parser = argparse.ArgumentParser(prog="python -m tools.record_kv_merge", description=__doc__.splitlines()[0])
-    parser.add_argument("--heal-steps", type=int, default=24, help="of each healing")
+    parser.add_argument("--heal-steps", type=int, default=40, help="of each healing")
     args = parser.parse_args(argv)
     threads = describe("cpu").cores
     torch.set_num_threads(threads)

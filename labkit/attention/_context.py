@@ -92,7 +92,7 @@ def shared_attention(query: Tensor, key: Tensor, value: Tensor, context: Context
         return _grouped(query, key, value, context, scale)
     causal = allowed is None
     out = F.scaled_dot_product_attention(query, key, value, allowed, is_causal=causal, scale=scale, enable_gqa=True)
-    return _zero_where_blind(out, allowed)
+    return zero_where_blind(out, allowed)
 
 
 def _would_repeat(query: Tensor, allowed: Tensor | None) -> bool:
@@ -115,9 +115,9 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, context: Context, scale:
     # One row of the mask for each row of the queries; with one query it is the same row for all heads.
     mask = allowed if allowed is None or q_len == 1 else allowed.repeat(1, 1, heads // shared, 1)
     out = F.scaled_dot_product_attention(rows, key, value, mask, scale=scale)
-    return _zero_where_blind(out.reshape(batch, heads, q_len, -1), allowed)
+    return zero_where_blind(out.reshape(batch, heads, q_len, -1), allowed)
 
 
-def _zero_where_blind(out: Tensor, allowed: Tensor | None) -> Tensor:
+def zero_where_blind(out: Tensor, allowed: Tensor | None) -> Tensor:
     """Zeros for a query that may see nothing, which not every attention kernel gives."""
     return out if allowed is None else out.masked_fill(~allowed.any(-1, keepdim=True), 0.0)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from labkit import _check
-from labkit.attention._context import Context, _zero_where_blind, check_cache, check_hidden, context_of
+from labkit.attention._context import Context, check_cache, check_hidden, context_of, zero_where_blind
 from labkit.attention._latent_weights import copy_weights
 from labkit.attention.rotary import Rotary
 
@@ -140,7 +140,7 @@ class LatentAttention(nn.Module):
         query = torch.cat((query, query_rope), dim=-1)
         causal = context.allowed is None and context.q_len > 1
         out = F.scaled_dot_product_attention(query, key, value, context.allowed, is_causal=causal, scale=self.scale)
-        return _zero_where_blind(out, context.allowed)
+        return zero_where_blind(out, context.allowed)
 
     def _absorbed(
         self, query: Tensor, query_rope: Tensor, latent: Tensor, key_rope: Tensor, context: Context

@@ -41,6 +41,7 @@ class MergeReport:
         return f"{heads} ({self.merge}, {self.method}): {saved}, {self.seconds:.0f} s"
 
 
+@torch.inference_mode(False)  # whose tensors could never be trained, nor fitted here
 def merge_kv_heads_(
     model: PreTrainedModel | LoadedModel,
     num_key_value_heads: int,

@@ -18,10 +18,11 @@ RECORDED = DATA / "recorded" / "kv_merge.json"
 
 @dataclass(frozen=True)
 class MergeResult:
-    """One merged model beside its original. method: "mean", "calibrated", "fitted" or "healed"; merge: "both", or
-    "keys" or "values" alone. perplexity and kl (KL(original || merged), nats a token) on the evaluation windows;
-    loss_rise: nats a token above the original's loss there; kl_other: on text of another kind than the calibration's.
-    bytes_per_token: of the KV cache, in float32. seconds: what merging took, its healing included."""
+    """One merged model beside its original. method: "mean", "calibrated" or "fitted", with ", healed" behind it after
+    a healing; merge: "both", or "keys" or "values" alone. perplexity and kl (KL(original || merged), nats a token) on
+    the evaluation windows; loss_rise: nats a token above the original's loss there; kl_other: on text of another kind
+    than the calibration's. bytes_per_token: of the KV cache, in float32. seconds: what merging took, its healing
+    included."""
 
     method: str
     merge: str

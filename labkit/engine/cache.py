@@ -98,7 +98,8 @@ def _shape(config: PretrainedConfig, batch: int, max_length: int) -> tuple[int, 
 def check_cache(cache: object, config: PretrainedConfig, *, dtype: torch.dtype, device: torch.device) -> DecoderCache:
     """Refuse a cache that does not hold the keys and values of this model."""
     takes = "None, a StaticKVCache or another cache that a Decoder can read, such as QuantizedCache or PagedKVCache"
-    _check.require(isinstance(cache, DecoderCache), "cache", type(cache).__name__, takes)
+    kind = f"the class {cache.__name__}" if isinstance(cache, type) else type(cache).__name__
+    _check.require(isinstance(cache, DecoderCache) and not isinstance(cache, type), "cache", kind, takes)
     if not isinstance(cache, StaticKVCache):
         layers = len(cache.layers)
         wanted = config.num_hidden_layers

@@ -221,7 +221,6 @@ class Decoder:
         generator = seeded_generator(self.device, seed)
         self.reset()
         self.reserve(batch, prompt + max_new_tokens)
-        at_hand = self.cache.begin(input_ids)
         if streamer is not None:
             streamer.put(input_ids.cpu())
         steps, times = [input_ids], []
@@ -229,7 +228,7 @@ class Decoder:
         with track_peak(self.device) as peak:
             synchronize(self.device)
             begin = time.perf_counter()
-            tokens = input_ids[:, at_hand:]
+            tokens = input_ids[:, self.cache.begin(input_ids) :]
             for _ in range(max_new_tokens):
                 logits = self.forward(tokens, logits_to_keep=1)[:, -1]
                 token = sample(logits, temperature, top_k, top_p, generator)

@@ -20,7 +20,7 @@ def check_grid(shape: tuple[int, ...], bits: int, group_size: int, axis: str) ->
     _check.choice("bits", _check.integer("bits", bits), KV_BITS)
     _check.choice("axis", axis, AXES)
     n, heads, length, head_dim = shape
-    _check.require(head_dim % (8 // bits) == 0, "head_dim", head_dim, f"a multiple of {8 // bits} at {bits} bits")
+    _check.require(head_dim % (16 // bits) == 0, "head_dim", head_dim, f"a multiple of {16 // bits} at {bits} bits")
     _check.integer("group_size", group_size, 1)
     divided, of = (length, f"length, {length}") if axis == "channel" else (head_dim, f"head_dim, {head_dim}")
     _check.require(divided % group_size == 0, "group_size", group_size, f"a divisor of {of}, for axis {axis!r}")
@@ -29,23 +29,28 @@ def check_grid(shape: tuple[int, ...], bits: int, group_size: int, axis: str) ->
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 codes `(..., head_dim)` to bytes `(..., head_dim * bits / 8)`: byte j holds channel j in its lowest bits,
-    then j + head_dim * bits / 8, and so on."""
-    if bits == 8:
-        return codes
-    parts = codes.unflatten(-1, (8 // bits, -1))
-    packed = parts[..., 0, :].clone()
-    for part in range(1, 8 // bits):
-        packed |= parts[..., part, :] << (part * bits)
-    return packed
+    """uint8 codes `(..., head_dim)` to bytes `(..., head_dim * bits / 8)`. Two bytes are a word, the lower one first:
+    word j of W = head_dim * bits / 16 holds channel j in its lowest bits, then j + W, j + 2 W, and so on."""
+    parts = codes.unflatten(-1, (16 // bits, -1)).to(torch.int16)
+    words = parts[..., 0, :].clone()
+    for part in range(1, 16 // bits):
+        words |= parts[..., part, :] << (part * bits)
+    return words.view(torch.uint8)
 
 
-def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The codes again, uint8 `(..., head_dim)`, in the order of the channels."""
-    if bits == 8:
-        return packed
-    mask = (1 << bits) - 1
-    return torch.cat([(packed >> shift) & mask for shift in range(0, 8, bits)], dim=-1)
+def in_words(packed: torch.Tensor) -> bool:
+    """Whether each token's codes start at an even byte, so that they can be read as words where they lie."""
+    return packed.storage_offset() % 2 == 0 and packed.stride(-1) == 1 and not any(s % 2 for s in packed.stride()[:-1])
+
+
+def unpack_codes(packed: torch.Tensor, bits: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """The codes again, `(..., head_dim)` in `dtype`, in the order of the channels."""
+    packed = packed if in_words(packed) else packed.clone(memory_format=torch.contiguous_format)
+    words, mask = packed.view(torch.int16), (1 << bits) - 1
+    codes = torch.empty(*words.shape[:-1], 16 // bits, words.shape[-1], dtype=dtype, device=packed.device)
+    for shift, part in zip(range(0, 16, bits), codes.unbind(-2), strict=True):
+        part.copy_((words >> shift if shift else words) & mask)
+    return codes.flatten(-2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,8 +115,8 @@ class QuantizedKV(TensorFields):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """What the codes stand for, `(n, kv_heads, length, head_dim)`, without the recent part; computed in `dtype`."""
-        codes = unpack_codes(self.codes, self.bits)
+        codes = unpack_codes(self.codes, self.bits, dtype)
         dim = 2 if self.axis == "channel" else 3
-        grouped = codes.unflatten(dim, (-1, self.group_size)).to(dtype)
+        grouped = codes.unflatten(dim, (-1, self.group_size))
         scales, minimums = (grid.to(dtype).unsqueeze(dim + 1) for grid in (self.scales, self.minimums))
         return grouped.mul_(scales).add_(minimums).flatten(dim, dim + 1)

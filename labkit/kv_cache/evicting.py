@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import Cache, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from labkit import _check
+from labkit.kv_cache.steps import StepCheckedCache
 from labkit.sizing import LlamaShape
 
 
@@ -107,7 +108,7 @@ class EvictingLayer(DynamicLayer):
             self._each(lambda x: x.to(self.device, non_blocking=True))
 
 
-class EvictingCache(Cache):
+class EvictingCache(StepCheckedCache):
     """A `transformers` cache of EvictingLayers."""
 
     layers: list[EvictingLayer]

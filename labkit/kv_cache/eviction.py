@@ -78,7 +78,8 @@ def eviction_point(
 
     budget: share of the tokens that the cache may hold, above 0 and at most 1: of context_length for the perplexity of
     `token_ids`, and of each needle's prompt (`prompt_budget`). Perplexity is `cached_perplexity`'s, with its chunk and
-    prompt_length; needles are `needle_prompts(tokenizer, n=n_needles, context_length=needle_length, seed=seed)`, each in one step.
+    prompt_length; needles are `needle_prompts(tokenizer, n=n_needles, context_length=needle_length, seed=seed)`, each
+    in one step.
     "snapkv" compresses a prompt, so that without a prompt_length its perplexity is not measured; with one, its budget
     counts what is held at the end, the tokens after the prompt included.
     n_needles: 0 for none. Errors: ValueError at the call, also for a budget too small for the method.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 
 
 @dataclass(frozen=True)
@@ -57,3 +58,15 @@ class DecoderCache(Protocol):
 
     def crop_to(self, length: int) -> None:
         """Forget every token from `length` on, in all layers, those of a step that was not finished included."""
+
+
+def attend_fresh(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, at: StepInput) -> torch.Tensor:
+    """`attend` for a first prompt: over its own keys and values as they came, in one piece and not rounded."""
+    return F.scaled_dot_product_attention(query, keys, values, at.mask, is_causal=at.causal, enable_gqa=True)
+
+
+def length_after_crop(held: int, tokens_to_remove: int | torch.Tensor) -> int:
+    """Tokens that `transformers`' `crop` leaves of `held`: all but the last `-tokens_to_remove`. A positive number is
+    the length to keep, as 5.17 still takes it; 0 removes nothing. Some versions give a tensor of one number."""
+    count = int(tokens_to_remove)
+    return min(held, count) if count > 0 else max(0, held + count)

@@ -1,67 +1,18 @@
 """`PagedKVCache`: keys and values in blocks, shared where sequences are the same (PagedAttention)."""
 
 import torch
-import torch.nn.functional as F
-from transformers import Cache, PretrainedConfig
-from transformers.cache_utils import CacheLayerMixin
+from transformers import PretrainedConfig
 
 from labkit import _check
 from labkit.kernels import decode_attention
 from labkit.kv_cache.blocks import BlockManager
-from labkit.kv_cache.interface import StepInput
+from labkit.kv_cache.interface import StepInput, attend_fresh, length_after_crop
+from labkit.kv_cache.paged_layer import PagedLayer
 from labkit.kv_cache.paged_storage import PagedStorage
+from labkit.kv_cache.steps import StepCheckedCache, chain_length
 
 
-class PagedLayer(CacheLayerMixin):
-    """One layer's share of the blocks: what `transformers` asks of a layer. It holds no tensor of its own."""
-
-    is_croppable = True
-
-    def __init__(self, cache: "PagedKVCache", layer_idx: int) -> None:
-        super().__init__()
-        self.cache, self.layer_idx, self.length = cache, layer_idx, 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Refuse keys of another model; the blocks are there already."""
-        self.cache.storage.check(key_states)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new tokens into blocks and return all keys and values of this layer, gathered into one piece, since
-        that is what `transformers` wants; the copy lives as long as the layer's attention. `Decoder` reads the blocks.
-
-        Errors: OutOfBlocks, from the first layer of a step, with the cache as it was.
-        """
-        self.lazy_initialization(key_states, value_states)
-        past, q_len = self.length, key_states.shape[2]
-        self.cache._ensure_rows(key_states.shape[0], named=False)
-        self.cache._make_room(past, q_len)
-        self.cache._put(self.layer_idx, key_states, value_states)
-        self.length += q_len
-        return self.cache._gathered(self.layer_idx) if past else (key_states, value_states)
-
-    def get_seq_length(self) -> int:
-        """Tokens held of each row."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """No most for one row: blocks are for all."""
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that a step of `query_length` tokens looks at, and the position of the first."""
-        return self.length + query_length, 0
-
-    def offload(self) -> None:
-        """Refused: a layer has no tensor of its own to move."""
-        raise NotImplementedError("a paged cache is not offloaded to the CPU")
-
-    prefetch = offload
-
-
-class PagedKVCache(Cache):
+class PagedKVCache(StepCheckedCache):
     """Keys and values of every layer in `num_blocks` blocks of `block_size` tokens (Kwon et al., 2023), for
     `model.generate(past_key_values=cache)` and for `Decoder(model, cache=cache)`.
 
@@ -102,6 +53,7 @@ class PagedKVCache(Cache):
         self._named = False  # whether the rows' token ids are known
         self._table = torch.empty(0, 0, dtype=torch.int32, device=self.device)
         self._begin = self._end = 0
+        self._text = None  # how many tokens stand in one line, where others, a tree's, come after them
         self._fresh = None  # keys and values of a layer's first prompt, between `write` and `attend`
 
     @property
@@ -157,6 +109,8 @@ class PagedKVCache(Cache):
     def write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, at: StepInput) -> None:
         """Put `keys`, `values (batch, num_key_value_heads, q_len, head_dim)` into the blocks that `extend` took."""
         self.storage.check(keys)
+        if layer_idx == 0 and at.tree_mask is not None:
+            self._mark_tree(self._begin + chain_length(at.tree_mask))
         self._put(layer_idx, keys, values)
         self._fresh = None if self._begin else (keys, values)
 
@@ -165,32 +119,41 @@ class PagedKVCache(Cache):
         prompt, over its own keys and values, which are in one piece still."""
         if self._fresh is not None:
             (keys, values), self._fresh = self._fresh, None
-            return F.scaled_dot_product_attention(query, keys, values, at.mask, is_causal=at.causal, enable_gqa=True)
+            return attend_fresh(query, keys, values, at)
         keys, values = self.storage.keys[layer_idx], self.storage.values[layer_idx]
         seqlens = torch.full((len(self._rows),), self._end, dtype=torch.int32, device=self.device)
         return decode_attention(query, keys, values, seqlens, block_table=self._table, tree_mask=at.tree_mask)
 
     def advance(self, q_len: int) -> None:
-        """Count `q_len` new tokens; blocks that they filled may be found by their prefix from now on."""
+        """Count `q_len` new tokens; blocks that they filled may be found by their prefix from now on, but for those of
+        a tree: a branch reads other tokens than a text of its ids would."""
         self._fresh = None
         self._set_length(self.length + q_len)
         for row in self._rows:
-            self.manager.commit(row)
+            held = self.manager.num_tokens(row)
+            self.manager.commit(row, held if self._text is None else min(self._text, held))
 
     def crop_to(self, length: int) -> None:
         """Forget every token from `length` on, those of an unfinished step included."""
         self._fresh = None
         self._set_length(_check.integer("length", length, 0, self.length))
+        self._forget_tree(length)
         for row in self._rows:
             self.manager.truncate(row, min(length, self.manager.num_tokens(row)))
         self._end = min(self._end, length)
         self._table = self._table[:, : -(-length // self.manager.block_size)].contiguous()
 
+    def _mark_tree(self, text: int) -> None:
+        if self._text is None and text < self._end:
+            self._text = text
+
+    def _forget_tree(self, length: int) -> None:
+        if self._text is not None and length <= self._text:
+            self._text = None
+
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
-        """Forget the last `-tokens_to_remove` tokens. A positive number is the length to keep, as older versions of
-        `transformers` gave it; 0 removes nothing."""
-        held, count = self.length, int(tokens_to_remove)  # a tensor of one number, from some versions
-        self.crop_to(min(held, count) if count > 0 else max(0, held + count))
+        """Forget the last `-tokens_to_remove` tokens (`length_after_crop`)."""
+        self.crop_to(length_after_crop(self.length, tokens_to_remove))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` was: its blocks are shared, and copied once the rows differ."""
@@ -205,8 +168,8 @@ class PagedKVCache(Cache):
         self.reorder_cache(torch.arange(len(self._rows)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only the rows of `indices`."""
-        self.reorder_cache(indices)
+        """Only the rows of `indices`, integers or a bool for each row."""
+        self.reorder_cache(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
     def _ensure_rows(self, batch: int, *, named: bool) -> None:
         """Empty rows, where there are none of this kind: `named` ones are told their token ids."""

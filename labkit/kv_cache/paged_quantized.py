@@ -8,11 +8,10 @@ from transformers import PretrainedConfig
 from labkit import _check
 from labkit.kernels import decode_attention
 from labkit.kv_cache.interface import StepInput
-from labkit.kv_cache.paged import PagedKVCache, PagedLayer
+from labkit.kv_cache.paged import PagedKVCache
+from labkit.kv_cache.paged_layer import PagedLayer
 from labkit.kv_cache.quantized_blocks import QuantizedBlocks
-from labkit.kv_cache.sizing import quantized_tokens
-
-NBITS = (8, 4, 2)
+from labkit.kv_cache.sizing import NBITS, quantized_tokens
 
 
 class PagedQuantizedLayer(PagedLayer):
@@ -33,16 +32,14 @@ class PagedQuantizedLayer(PagedLayer):
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Hold new tokens as they are."""
-        held = self.keys is not None
-        self.keys = torch.cat((self.keys, keys), dim=2) if held else keys.detach().clone()
-        self.values = torch.cat((self.values, values), dim=2) if held else values.detach().clone()
+        held, keys, values = self.keys is not None, keys.detach(), values.detach()
+        self.keys = torch.cat((self.keys, keys), dim=2) if held else keys.clone()
+        self.values = torch.cat((self.values, values), dim=2) if held else values.clone()
 
-    def take_oldest(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first `count` recent tokens, which are quantized from now on; the rest in memory of their own."""
-        old = self.keys[:, :, :count], self.values[:, :, :count]
+    def drop_oldest(self, count: int) -> None:
+        """The first `count` recent tokens are in blocks from now on; the rest gets memory of its own."""
         self.keys, self.values = self.keys[:, :, count:].clone(), self.values[:, :, count:].clone()
         self.n_quantized += count
-        return old
 
     def keep(self, count: int) -> None:
         """Only the first `count` recent tokens."""
@@ -133,9 +130,12 @@ class PagedQuantizedCache(PagedKVCache):
         layer, size = self.layers[layer_idx], self.manager.block_size
         layer.append(keys, values)
         due = quantized_tokens(self._begin or self._end - 1, size, self.residual_length)
-        if due > layer.n_quantized:
+        count = due - layer.n_quantized
+        if count > 0:
             blocks = self._table[:, layer.n_quantized // size : due // size]
-            self.storage.store(layer_idx, blocks, *layer.take_oldest(due - layer.n_quantized))
+            self.storage.store(layer_idx, blocks, layer.keys[:, :, :count], layer.values[:, :, :count])
+            # Not before: where quantizing is interrupted or finds no memory, no token is lost.
+            layer.drop_oldest(count)
 
     def attend(self, layer_idx: int, query: torch.Tensor, at: StepInput) -> torch.Tensor:
         layer = self.layers[layer_idx]
@@ -167,6 +167,7 @@ class PagedQuantizedCache(PagedKVCache):
         """Forget every token from `length` on, those of an unfinished step included."""
         self._fresh = None
         self._set_length(_check.integer("length", length, 0, self.length))
+        self._forget_tree(length)
         size = self.manager.block_size
         kept = length // size * size
         for layer_idx, layer in enumerate(self.layers):

@@ -1,24 +1,24 @@
 """The quantized KV cache: 8, 4 or 2 bits for what is old, full precision for what is recent."""
 
 import torch
-from transformers import Cache, PretrainedConfig
+from transformers import PretrainedConfig
 
 from labkit import _check
 from labkit.kv_cache.interface import StepInput
 from labkit.kv_cache.quantized_layer import QuantizedLayer
+from labkit.kv_cache.sizing import NBITS
+from labkit.kv_cache.steps import StepCheckedCache
 from labkit.sizing import LlamaShape
 
-NBITS = (8, 4, 2)
 
-
-class QuantizedCache(Cache):
+class QuantizedCache(StepCheckedCache):
     """A cache of 8, 4 or 2 bits for `model.generate(past_key_values=cache)` and for `Decoder(model, cache=cache)`.
 
     nbits: of a code. q_group_size: tokens of one channel (keys) and channels of one token (values) that share a scale
     and a minimum, 16 bits each; a divisor of head_dim. residual_length: the recent tokens that stay in full precision;
     up to q_group_size more wait for their group to be complete. It can be cropped; rows may be padded on the left.
     `transformers` is given one layer dequantized at a time; `Decoder` reads the codes. A first prompt attends to its
-    own keys and values before they are rounded.
+    own keys and values before they are rounded. For inference: no gradient passes through what is rounded.
     Errors: ValueError for other numbers of bits, groups that do not divide, a model with sliding-window attention.
     """
 
@@ -58,7 +58,9 @@ class QuantizedCache(Cache):
         return 0
 
     def extend(self, tokens: torch.Tensor) -> None:
-        """Nothing to do: it grows as it is written to."""
+        """Forget what an interrupted step has left in some layers; for the rest it grows as it is written to."""
+        if self.layers[0].get_seq_length() > self.length:
+            self.crop_to(self.length)
 
     def write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, at: StepInput) -> None:
         """Take a step's `keys`, `values (batch, num_key_value_heads, q_len, head_dim)`."""

@@ -10,13 +10,14 @@ from labkit import _check
 from labkit.kernels import kv_quantize
 from labkit.kernels.types import QuantizedKV
 from labkit.kv_cache.paged_storage import check_states, refuse_unless_it_fits
-from labkit.kv_cache.sizing import SCALE_BITS
+from labkit.kv_cache.sizing import NBITS, SCALE_BITS
 from labkit.sizing import LlamaShape
 
 
 def paged_quantized_bytes(config: PretrainedConfig, *, nbits: int, num_blocks: int, block_size: int = 32) -> int:
     """Bytes of the blocks of a `PagedQuantizedCache`: codes, and scales and minimums of 16 bits each."""
     shape = LlamaShape.of(config)
+    _check.choice("nbits", _check.integer("nbits", nbits), NBITS)
     num_blocks, block_size = _check.integer("num_blocks", num_blocks, 1), _check.integer("block_size", block_size, 1)
     codes = 2 * block_size * shape.head_dim * nbits // 8
     groups = shape.head_dim + block_size * shape.head_dim // math.gcd(block_size, shape.head_dim)

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from transformers.cache_utils import CacheLayerMixin
 
 from labkit import _check
 from labkit.kernels import decode_attention, kv_quantize
 from labkit.kernels.types import QuantizedKV
-from labkit.kv_cache.interface import StepInput
+from labkit.kv_cache.interface import StepInput, attend_fresh, length_after_crop
 from labkit.kv_cache.sizing import quantized_tokens
 
 
@@ -79,14 +78,16 @@ class QuantizedLayer(CacheLayerMixin):
         past = self.get_seq_length()
         settled = past or key_states.shape[2] - 1
         due = quantized_tokens(settled, self.q_group_size, self.residual_length) - self.n_quantized
-        self.keys, old_keys = _split(torch.cat((self.keys, key_states), dim=2), due)
-        self.values, old_values = _split(torch.cat((self.values, value_states), dim=2), due)
+        keys, old_keys = _split(torch.cat((self.keys, key_states), dim=2), due)
+        values, old_values = _split(torch.cat((self.values, value_states), dim=2), due)
         if due > 0:
             options = {"bits": self.nbits, "group_size": self.q_group_size}
             self._hold(
-                _joined(self.old_keys, kv_quantize(old_keys, axis="channel", **options)),
-                _joined(self.old_values, kv_quantize(old_values, axis="token", **options)),
+                _joined(self.old_keys, kv_quantize(old_keys.detach(), axis="channel", **options)),
+                _joined(self.old_values, kv_quantize(old_values.detach(), axis="token", **options)),
             )
+        # Last: where quantizing is interrupted or finds no memory, no token is lost.
+        self.keys, self.values = keys, values
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -106,7 +107,7 @@ class QuantizedLayer(CacheLayerMixin):
         """Attention over the codes where they lie; over a first prompt's own keys and values, not yet rounded."""
         if self.fresh is not None:
             (keys, values), self.fresh = self.fresh, None
-            return F.scaled_dot_product_attention(query, keys, values, at.mask, is_causal=at.causal, enable_gqa=True)
+            return attend_fresh(query, keys, values, at)
         seqlens = torch.full((query.shape[0],), self.get_seq_length(), dtype=torch.int32, device=self.device)
         keys, values = self._readable(self.old_keys, self.keys), self._readable(self.old_values, self.values)
         return decode_attention(query, keys, values, seqlens, tree_mask=at.tree_mask)
@@ -114,11 +115,9 @@ class QuantizedLayer(CacheLayerMixin):
     def _readable(self, old: QuantizedKV | None, recent: torch.Tensor) -> torch.Tensor | QuantizedKV:
         return recent if old is None else replace(old, recent=recent, n_quantized=self.counts)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens. A positive number is the length to keep, as `transformers` up to
-        5.17 gives it."""
-        held, tokens_to_remove = self.get_seq_length(), int(tokens_to_remove)  # a tensor in 5.17
-        self.crop_to(tokens_to_remove if tokens_to_remove > 0 else held + tokens_to_remove)
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        """Forget the last `-tokens_to_remove` tokens (`length_after_crop`)."""
+        self.crop_to(length_after_crop(self.get_seq_length(), tokens_to_remove))
 
     def crop_to(self, length: int) -> None:
         """Forget tokens from `length` on. Recent ones go exactly; where that cuts a group of quantized keys, what is

@@ -43,13 +43,19 @@ class CachedPerplexity:
 
 @dataclass(frozen=True)
 class Evicted:
-    """What a method kept with a share `budget` of the tokens: perplexity over windows of `context_length` tokens
-    (None where it was not measured), and needles found of those hidden."""
+    """What a method kept with a share `budget` of the tokens.
+
+    perplexity: over windows of `context_length` tokens, read in chunks, or, with a `prompt_length`, of what follows so
+    long a prompt; None where it was not measured. found of `hidden` needles, in texts of `needle_length` tokens; 0 of 0
+    where none were hidden.
+    """
 
     method: str
     budget: float
     context_length: int
+    prompt_length: int
     perplexity: float | None
+    needle_length: int
     found: int
     hidden: int
 
@@ -72,6 +78,14 @@ class RecordedKV:
         asked = (cache, nbits, residual_length)
         for run in self.quantized:
             if (run.cache, run.nbits, run.residual_length) == asked:
+                return run
+        raise LookupError(f"no recorded run of {asked}")
+
+    def kept_by(self, method: str, budget: float, *, prompt_length: int = 0) -> Evicted:
+        """The run of one eviction method. Errors: LookupError where it was not recorded."""
+        asked = (method, budget, prompt_length)
+        for run in self.evicted:
+            if (run.method, run.budget, run.prompt_length) == asked:
                 return run
         raise LookupError(f"no recorded run of {asked}")
 
@@ -121,9 +135,10 @@ def evicted_table(recorded: RecordedKV) -> Table:
         (
             run.method,
             f"{run.budget:.0%}",
-            "" if run.perplexity is None else f"{run.perplexity:.1f}",
-            f"{run.found} of {run.hidden}",
+            "" if run.perplexity is None or run.prompt_length else f"{run.perplexity:.1f}",
+            "" if run.perplexity is None or not run.prompt_length else f"{run.perplexity:.1f}",
+            f"{run.found} of {run.hidden}, {run.needle_length} tokens" if run.hidden else "",
         )
         for run in recorded.evicted
     )
-    return Table(("method", "tokens held", "perplexity", "needles found"), rows)
+    return Table(("method", "tokens held", "perplexity", "after a prompt", "needles found"), rows)

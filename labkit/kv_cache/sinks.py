@@ -115,7 +115,7 @@ class _Turn:
         takes = f"a rope_type among {', '.join(_ROPE_TYPES)}: others change their frequencies with the length"
         _check.require(kind in _ROPE_TYPES, "config", f"rope_type {kind!r}", takes)
         # Scaled as the model's own are (llama3, yarn); its factor on cos and sin is in the keys already.
-        self._frequencies = LlamaRotaryEmbedding(config).inv_freq.double().cpu()
+        self._frequencies = LlamaRotaryEmbedding(config).inv_freq.double()
         found = 2 * self._frequencies.numel()
         takes = f"rotary embedding over the whole head of {shape.head_dim}"
         _check.require(found == shape.head_dim, "config", f"rotary embedding over {found} channels", takes)
@@ -129,6 +129,8 @@ class _Turn:
     def _angles(self, shift: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin `(head_dim / 2,)`; all layers of a step ask for the same."""
         if self._last is None or self._last[0] != (shift, device):
+            # On the device, so that no step waits for a copy; in float64, or a long text's angles would be rounded.
+            self._frequencies = self._frequencies.to(device)
             angles = shift * self._frequencies
-            self._last = (shift, device), angles.cos().float().to(device), angles.sin().float().to(device)
+            self._last = (shift, device), angles.cos().float(), angles.sin().float()
         return self._last[1:]

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from labkit import _check
-from labkit.roofline import kv_bytes_per_token
-from labkit.sizing import LlamaShape, bits_per_element
+from labkit.sizing import LlamaShape, bits_per_element, kv_bytes_per_token
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+NBITS = (8, 4, 2)
 SCALE_BITS = 16
 # Each layer counts how many tokens of each row are quantized: an int32.
 _COUNTER_BYTES = 4
@@ -52,6 +52,11 @@ def quantized_cache_bytes(
     of one token: codes, scales and minimums, and the recent tokens in `dtype`. The newest token is never counted as
     settled."""
     shape = LlamaShape.of(config)
+    _check.choice("nbits", _check.integer("nbits", nbits), NBITS)
+    _check.integer("q_group_size", q_group_size, 1)
+    divides = shape.head_dim % q_group_size == 0
+    _check.require(divides, "q_group_size", q_group_size, f"a divisor of head_dim, {shape.head_dim}")
+    _check.integer("residual_length", residual_length, 0)
     batch, seq_len = _check.integer("batch", batch, 1), _check.integer("seq_len", seq_len, 1)
     quantized = quantized_tokens(seq_len - 1, q_group_size, residual_length)
     numbers = 2 * shape.num_hidden_layers * batch * shape.kv_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections.abc import Iterator
 
@@ -20,13 +21,23 @@ class WatchedLayer(EvictingLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.watching = False
+        # The thread whose call of the attention module is under way: others may run the same model with another cache.
+        self.watching: int | None = None
         self.query: Tensor | None = None
+
+    @property
+    def watched(self) -> bool:
+        """Whether this thread is inside the attention module, called with this layer's cache."""
+        return self.watching == threading.get_ident()
 
     def require_watched(self) -> None:
         """Refuse an `update` that does not come from the attention module with the hooks."""
         takes = "the model that the cache was made with, called as transformers calls it"
-        _check.require(self.watching, "past_key_values", f"a {type(self).__name__} in another model", takes)
+        _check.require(self.watched, "past_key_values", f"a {type(self).__name__} in another model", takes)
+
+    def reset(self) -> None:
+        super().reset()
+        self.watching = self.query = None
 
     def observe(self, query: Tensor, scaling: float) -> None:
         """Called once a step with the rotated queries `(batch, num_attention_heads, q_len, head_dim)`."""
@@ -49,6 +60,12 @@ class WatchedCache(EvictingCache):
         for module in _attention_modules(model):
             handles += _hooks(module, reference)
         self._finalizer = weakref.finalize(self, _remove, handles)
+
+    def __getstate__(self) -> object:
+        raise NotImplementedError(
+            f"a {type(self).__name__} hangs on its model by hooks, so that it is not pickled or copied in part: "
+            f"use copy.deepcopy, within one process"
+        )
 
     def __deepcopy__(self, memo: dict[int, object]) -> WatchedCache:
         """A copy that is watched for itself, so that one prompt's cache may be continued in several ways."""
@@ -85,26 +102,31 @@ def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 def _hooks(module: nn.Module, reference: weakref.ref) -> Iterator[torch.utils.hooks.RemovableHandle]:
     """Three hooks: before the attention, on its finished queries, after it. Each does nothing for another cache."""
-    idx, own = module.layer_idx, weakref.ref(module)
+    idx, own, source = module.layer_idx, weakref.ref(module), weakref.ref(_query_source(module))
 
     def before(called: nn.Module, args: tuple, kwargs: dict[str, object]) -> None:
         cache = reference()
         if cache is not None:
             layer = cache.layers[idx]
             # A deep copy of the model takes the hooks along; it is another model all the same.
-            layer.watching = kwargs.get("past_key_values") is cache and called is own()
-            if layer.watching and idx == 0:
+            mine = kwargs.get("past_key_values") is cache and called is own()
+            if mine or layer.watched:  # the latter where an earlier call did not come to its end
+                layer.watching = threading.get_ident() if mine else None
+            if mine:
+                takes = "the model as it was when the cache was made: make a new cache after quantizing or merging it"
+                _check.require(_query_source(called) is source(), "past_key_values", "a model changed since", takes)
+            if mine and idx == 0:
                 _refuse_mask(kwargs.get("attention_mask"), layer, kwargs["hidden_states"].shape[1])
 
     def on_query(_: nn.Module, args: tuple, output: Tensor) -> None:
         cache = reference()
-        if cache is not None and cache.layers[idx].watching:
+        if cache is not None and cache.layers[idx].watched:
             cache.layers[idx].query = output.detach()
 
     def after(_: nn.Module, args: tuple, kwargs: dict[str, object], output: object) -> None:
         cache = reference()
-        if cache is not None and cache.layers[idx].watching:
-            layer, cache.layers[idx].watching = cache.layers[idx], False
+        if cache is not None and cache.layers[idx].watched:
+            layer, cache.layers[idx].watching = cache.layers[idx], None
             query, layer.query = layer.query, None
             with torch.no_grad():
                 query = _rotated(query, module_head_dim, *kwargs["position_embeddings"])
@@ -112,9 +134,13 @@ def _hooks(module: nn.Module, reference: weakref.ref) -> Iterator[torch.utils.ho
 
     module_head_dim, scaling = module.head_dim, module.scaling
     yield module.register_forward_pre_hook(before, with_kwargs=True)
-    # Qwen3 norms its queries before it turns them.
-    yield (module.q_norm if hasattr(module, "q_norm") else module.q_proj).register_forward_hook(on_query)
+    yield source().register_forward_hook(on_query)
     yield module.register_forward_hook(after, with_kwargs=True)
+
+
+def _query_source(attention: nn.Module) -> nn.Module:
+    """What gives the queries as they are turned: Qwen3 norms them before."""
+    return attention.q_norm if hasattr(attention, "q_norm") else attention.q_proj
 
 
 def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:

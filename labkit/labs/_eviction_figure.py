@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -99,7 +100,8 @@ def draw(figure: go.Figure, result: EvictionResult, earlier: Sequence[EvictionRe
 def _draw_kept(figure: go.Figure, trace: BaseTraceType, result: EvictionResult) -> None:
     kept = result.kept
     layers, seen, most = len(kept.heads), len(kept.tokens), kept.num_key_value_heads
-    words = [repr(token)[1:-1].strip() or "space" for token in kept.tokens]
+    # Plotly reads tags and entities in what a text or a model says.
+    words = [html.escape(repr(token)[1:-1].strip()) or "space" for token in kept.tokens]
     trace.update(
         x=list(range(seen)),
         y=list(range(layers)),
@@ -119,7 +121,7 @@ def _marks(kept: Kept) -> list[tuple[Span, int, str, str, str]]:
     """What is outlined in the map: tokens, the line's width and colour, name, and which of its ends that is flush
     with."""
     needle, in_left_half = kept.needle, kept.needle.start < len(kept.tokens) / 2
-    said = f"needle: the number is <b>{kept.answer}</b>"
+    said = f"needle: the number is <b>{html.escape(kept.answer)}</b>"
     return [
         (Span(0, SINKS), 2, MUTED, "sinks", "left"),
         (kept.question, 2, MUTED, "question", "right"),

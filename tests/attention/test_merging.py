@@ -218,6 +218,18 @@ def test_a_shared_copy_leaves_its_original_alone() -> None:
     assert not any(parameter.requires_grad for parameter in merged.parameters())
 
 
+@pytest.mark.parametrize("options", [{}, {"fit_steps": 2, "learning_rate": 1e-3}])
+def test_inference_mode_around_a_merge_changes_nothing(options: dict) -> None:
+    calibration = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(0))
+    plain, inside = tiny_model(), tiny_model()
+    options = {"progress": False, "calibration": calibration, **options}
+    merge_kv_heads_(plain, 1, **options)
+    with torch.inference_mode():
+        merge_kv_heads_(inside, 1, **options)
+    for ours, theirs in zip(inside.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs) and not ours.is_inference()
+
+
 def test_a_model_in_16_bits_stays_one() -> None:
     model = model_of().to(torch.bfloat16)
     exact = model_of()

@@ -40,7 +40,7 @@ def test_the_study_measures_each_way_on_a_model_of_its_own(tiny: LoadedModel, tm
     assert all(torch.equal(weight, weights[name]) for name, weight in tiny.model.state_dict().items())
     names = [(r.method, r.merge) for r in found.results]
     apart = [(method, merge) for method in ("mean", "calibrated") for merge in ("both", "keys", "values")]
-    assert names == [*apart, ("fitted", "both"), ("mean, healed", "both"), ("fitted, healed", "both")]
+    assert names == [*apart, ("fitted", "both"), ("mean, healed", "both"), ("calibrated, healed", "both")]
     windows = torch.tensor(list(b"other words to score. " * 20))[: 4 * 24]
     assert found.baseline == pytest.approx(perplexity(tiny, windows, 24), rel=1e-5)
     mean = shared_copy(tiny.model)
@@ -49,7 +49,7 @@ def test_the_study_measures_each_way_on_a_model_of_its_own(tiny: LoadedModel, tm
     for result in found.results:
         assert result.loss_rise == pytest.approx(math.log(result.perplexity / found.baseline), abs=1e-4)
         assert result.bytes_per_token == (2 * 2 * 16 * 4 if result.merge == "both" else found.bytes_per_token_before)
-    for healing, start in zip(found.healings, ("mean", "fitted"), strict=True):
+    for healing, start in zip(found.healings, ("mean", "calibrated"), strict=True):
         assert [point.step for point in healing.points] == [0, 3, 6] and len(healing.losses) == 6
         # The distance to the original, on other samples of as plain a text; the text's own loss is above 4.
         assert healing.losses[0] == pytest.approx(found.result(start).kl, rel=0.6)
@@ -88,7 +88,7 @@ def test_the_tool_records_with_the_machine(monkeypatch, tmp_path, capsys, tiny: 
     assert asked == {"heal_steps": 3, "threads": record_kv_merge.describe("cpu").cores}
     kept = json.loads(path.read_text())
     assert {"machine", "date", "commit"} == set(kept["provenance"])
-    assert "fitted, healed" in capsys.readouterr().out
+    assert "calibrated, healed" in capsys.readouterr().out
 
 
 def test_the_recorded_run_reaches_what_the_course_promises() -> None:
@@ -102,4 +102,5 @@ def test_the_recorded_run_reaches_what_the_course_promises() -> None:
     for part in ("keys", "values"):
         assert found.result("calibrated", part).loss_rise < found.result("mean", part).loss_rise
     assert found.result("mean, healed").loss_rise < mean
+    assert found.result("calibrated, healed").loss_rise < found.result("calibrated").loss_rise
     assert found.provenance["machine"] and found.provenance["commit"]

@@ -7,7 +7,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LlamaForCausalLM
 
 from labkit.engine import Decoder
+from labkit.kernels import kv_quantize
 from labkit.kv_cache import PagedKVCache, PagedQuantizedCache, QuantizedCache
+from labkit.kv_cache.sizing import quantized_tokens
 from labkit.models import tiny_model
 
 LENGTH = 600
@@ -132,3 +134,35 @@ def test_a_step_given_up_leaves_every_cache_as_it_was(model: LlamaForCausalLM, n
         decoder.forward(prompt(new), mark=stop)
     assert decoder.length == 70
     torch.testing.assert_close(decoder.forward(prompt(new)), expected)
+
+
+@pytest.mark.parametrize("name", ["quantized", "paged, quantized"])
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_a_step_given_up_while_it_quantizes_loses_no_token(monkeypatch, model: LlamaForCausalLM, name: str, at: int):
+    """Keys and values of two layers are quantized in turn: whichever is interrupted."""
+    ids = prompt(80)
+    cache = caches(model)[name]
+    decoder, other = (Decoder(model, cache=c) for c in (cache, caches(model)[name]))
+    held = next(n for n in range(33, 80) if due(cache, n) > due(cache, n - 1))
+    for one in (decoder, other):
+        one.forward(ids[:, :held])
+    done = []
+
+    def stop(*args: object, **kwargs: object) -> object:
+        done.append(kwargs["axis"])
+        if len(done) == at + 1:
+            raise KeyboardInterrupt
+        return kv_quantize(*args, **kwargs)
+
+    for module in ("quantized_layer", "quantized_blocks"):
+        monkeypatch.setattr(f"labkit.kv_cache.{module}.kv_quantize", stop)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.forward(ids[:, held : held + 1])
+    assert decoder.length == held
+    for token in ids[:, held:].split(1, dim=1):
+        torch.testing.assert_close(decoder.forward(token), other.forward(token))
+
+
+def due(cache: QuantizedCache | PagedQuantizedCache, settled: int) -> int:
+    group = cache.q_group_size if isinstance(cache, QuantizedCache) else cache.manager.block_size
+    return quantized_tokens(settled, group, cache.residual_length)

@@ -6,9 +6,9 @@ The compiler runs in a process of its own, where Triton does not interpret.
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -46,8 +46,14 @@ def run(cache: Path, *arguments: str) -> subprocess.CompletedProcess:
     )
 
 
+def children_seconds() -> float:
+    """Processor time of the processes that this one started and that ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_every_kernel_compiles_for_every_chip_and_nothing_spills(tmp_path: Path) -> None:
-    begin = time.perf_counter()
+    begin = children_seconds()
     ran = run(tmp_path, "-m", "labkit.kernels.aot")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = [line for line in ran.stdout.splitlines() if re.search(r"\bsm_\d+\b", line)]
@@ -55,7 +61,8 @@ def test_every_kernel_compiles_for_every_chip_and_nothing_spills(tmp_path: Path)
     kernels = ("W4A16", "W8A16", "split-K", "dequantize", "decode_attention int4", "combines", "kv_quantize int4")
     assert all(kernel in ran.stdout for kernel in kernels)
     assert len(rows) <= 60 and len(rows) % 6 == 0
-    assert time.perf_counter() - begin < 120
+    # Of computing, which a busy neighbour does not lengthen.
+    assert children_seconds() - begin < 150
 
 
 @pytest.fixture(scope="module")

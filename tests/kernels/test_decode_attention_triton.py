@@ -165,6 +165,19 @@ def test_what_the_kernel_cannot_read(options: dict, says: str) -> None:
     torch.testing.assert_close(cache.attend().double(), exact(cache), rtol=1e-2, atol=1e-2)
 
 
+def test_codes_that_start_at_an_odd_byte() -> None:
+    """The kernel reads words; in PyTorch they are read all the same."""
+    cache = half([40], bits=4)
+    wide = torch.zeros(*cache.k.codes.shape[:3], cache.k.codes.shape[3] + 1, dtype=torch.uint8)
+    for odd in (wide[..., 1:], wide[..., :-1]):
+        odd.copy_(cache.k.codes)
+        moved = dataclasses.replace(cache, k=dataclasses.replace(cache.k, codes=odd))
+        with pytest.raises(BackendUnavailable, match="have to start at an even byte"):
+            moved.attend(backend="triton")
+        assert torch.equal(moved.attend(), cache.attend(backend="torch"))
+        assert torch.equal(moved.k.dequantize(), cache.k.dequantize())
+
+
 def test_by_name_alone_without_a_gpu() -> None:
     cache = half([33])
     choice = choose_backend("decode_attention", cache.q, cache.k, cache.v)

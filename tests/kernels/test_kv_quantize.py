@@ -25,12 +25,12 @@ def quantize(x: torch.Tensor, bits: int, group: int, axis: str, backend: str, **
 
 
 def codes_by_hand(kv: QuantizedKV) -> torch.Tensor:
-    """Byte j holds channel j in its lowest bits, then j + head_dim * bits / 8, and so on."""
-    width, fields = kv.codes.shape[3], 8 // kv.bits
+    """Word j, of two bytes, holds channel j in its lowest bits, then j + head_dim * bits / 16, and so on."""
+    width, fields = kv.codes.shape[3] // 2, 16 // kv.bits
     codes = torch.empty(*kv.codes.shape[:3], width * fields, dtype=torch.int64)
     for channel in range(width * fields):
-        byte = kv.codes[..., channel % width].long()
-        codes[..., channel] = byte // (1 << (kv.bits * (channel // width))) % (1 << kv.bits)
+        low, high = (kv.codes[..., 2 * (channel % width) + byte].long() for byte in (0, 1))
+        codes[..., channel] = (low + 256 * high) // (1 << (kv.bits * (channel // width))) % (1 << kv.bits)
     return codes
 
 
@@ -82,6 +82,42 @@ def test_the_same_bytes_from_every_backend(
             for y in (strided, sliced, every_other) if backend == "torch" else (sliced, every_other):
                 kv = quantize(y, bits, group, axis, backend, **options)
                 assert all(torch.equal(kv.tensors[name], known.tensors[name]) for name in known.tensors)
+
+
+def test_halves_round_to_even_in_every_backend() -> None:
+    """Numbers halfway between two codes, at steps whose reciprocal is no float: only a true division finds them."""
+    steps = torch.arange(3, 195, 6).float()
+    halves = torch.arange(16) + 0.5
+    halves[-2:] = torch.tensor([0.0, 255.0])
+    for backend in backends():
+        for axis, x in (("channel", halves[:, None] * steps), ("token", steps[:, None] * halves)):
+            kv = kv_quantize(
+                x[None, None], bits=8, group_size=16, axis=axis, scales_dtype=torch.float32, backend=backend
+            )
+            assert torch.equal(kv.scales.flatten(), steps) and not kv.minimums.any()
+            codes = codes_by_hand(kv)[0, 0] if axis == "channel" else codes_by_hand(kv)[0, 0].T
+            expected = torch.tensor([round(half) for half in halves.tolist()])
+            assert torch.equal(codes, expected[:, None].expand(16, 32))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu compares the bytes of the compiled kernel")
+@pytest.mark.parametrize("axis", ["channel", "token"])
+def test_scales_of_bfloat16_in_the_interpreter(axis: str) -> None:
+    """The interpreter cuts float32 off to bfloat16, where a GPU rounds: the scales are the reference's, cut off, and
+    the codes those that belong to them. Minimums of bfloat16 are exact either way."""
+    x = torch.randn(2, 1, 32, 64).bfloat16()
+    kv, exact = (
+        kv_quantize(x, bits=4, group_size=16, axis=axis, backend="triton", scales_dtype=d)
+        for d in (None, torch.float32)
+    )
+    assert torch.equal(kv.minimums.float(), exact.minimums)
+    cut = (exact.scales.view(torch.int32) & ~0xFFFF).view(torch.float32)
+    assert kv.scales.dtype == torch.bfloat16 and torch.equal(kv.scales.float(), cut)
+    dim = 2 if axis == "channel" else 3
+    grouped = x.float().unflatten(dim, (-1, 16))
+    best = (grouped - kv.minimums.float().unsqueeze(dim + 1)) / kv.scales.float().unsqueeze(dim + 1)
+    best = best.nan_to_num(0.0).clamp(0, 15).round().flatten(dim, dim + 1)
+    assert torch.equal(codes_by_hand(kv).float(), best)
 
 
 @pytest.mark.parametrize("axis", ["channel", "token"])
@@ -159,7 +195,7 @@ def test_wrong_tensors() -> None:
     for x in (torch.zeros(1, 32, 64), torch.zeros(1, 1, 32, 64).double(), torch.zeros(1, 1, 32, 64).int()):
         with pytest.raises(ValueError, match="x: got"):
             kv_quantize(x, bits=4, group_size=16, axis="channel")
-    with pytest.raises(ValueError, match="head_dim: got 6; takes a multiple of 4 at 2 bits"):
+    with pytest.raises(ValueError, match="head_dim: got 6; takes a multiple of 8 at 2 bits"):
         kv_quantize(torch.zeros(1, 1, 32, 6), bits=2, group_size=2, axis="token")
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 
 import pytest
 import torch
@@ -170,6 +171,51 @@ def test_rows_change_places_with_their_scores(model):
     beams = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False}
     found = model.generate(tokens[:1], past_key_values=HeavyHitterCache(model, budget=60), **beams)
     assert torch.equal(found, model.generate(tokens[:1], past_key_values=DynamicCache(), **beams))
+
+
+def test_threads_that_share_a_model_do_not_see_each_others_queries(model):
+    """Another cache's step runs whole while this one's stands in the middle of an attention."""
+    tokens, others = torch.randint(0, 256, (1, 20)), torch.randint(0, 256, (1, 30))
+    expected = HeavyHitterCache(model, budget=9)
+    logits_in_steps(model, tokens, expected, [20])
+    cache, other = (HeavyHitterCache(model, budget=9) for _ in range(2))
+    begun, go_on, main = threading.Event(), threading.Event(), threading.get_ident()
+
+    def wait(*_: object) -> None:
+        if threading.get_ident() != main:
+            begun.set()
+            go_on.wait(10)
+
+    # Queries are there, keys are not yet in the cache.
+    handle = model.model.layers[1].self_attn.v_proj.register_forward_hook(wait)
+    thread = threading.Thread(target=logits_in_steps, args=(model, tokens, cache, [20]))
+    thread.start()
+    try:
+        assert begun.wait(10)
+        logits_in_steps(model, others, other, [30])
+    finally:
+        go_on.set()
+        thread.join()
+        handle.remove()
+    assert cache.held == 9
+    for layer, alone in zip(cache.layers, expected.layers, strict=True):
+        assert torch.equal(layer.positions, alone.positions) and torch.equal(layer.scores, alone.scores)
+
+
+def test_a_call_that_failed_is_not_taken_up_by_the_next(model):
+    tokens, cache = torch.randint(0, 256, (1, 20)), HeavyHitterCache(model, budget=9)
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[0].self_attn.v_proj.register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        logits_in_steps(model, tokens, cache, [20])
+    handle.remove()
+    logits_in_steps(model, tokens, DynamicCache(), [20])
+    assert cache.held == 0
+    with pytest.raises(ValueError, match="in another model"):
+        logits_in_steps(tiny_model(), tokens, cache, [20])
 
 
 def test_a_reset_cache_is_a_new_one(model):

@@ -97,7 +97,8 @@ def test_samples_of_one_prompt_share_it_until_they_differ():
         torch.testing.assert_close(ours, whole[:, 21:], rtol=1e-4, atol=1e-4)
         # Five blocks are full and shared; of the rest each row has its own.
         assert cache.manager.num_used_blocks == 5 + 3 * 3
-        cache.batch_select_indices(torch.tensor([2, 0]))
+        cache.batch_select_indices(torch.tensor([2, 0, 1]))
+        cache.batch_select_indices(torch.tensor([True, True, False]))
         assert cache.batch == 2 and cache.manager.num_used_blocks == 5 + 2 * 3
         after = model()(continued[[2, 0], :1], past_key_values=cache).logits
         again = torch.cat((prompt(1, 21).expand(3, -1), continued, continued[:, :1]), dim=1)[[2, 0]]

@@ -6,6 +6,7 @@ from transformers import DynamicCache
 
 from labkit.engine import Decoder
 from labkit.kv_cache.blocks import OutOfBlocks
+from labkit.kv_cache.interface import StepInput
 from labkit.kv_cache.paged_quantized import PagedQuantizedCache
 from labkit.kv_cache.quantized import QuantizedCache
 from labkit.kv_cache.quantized_blocks import paged_quantized_bytes
@@ -188,7 +189,8 @@ def test_a_step_given_up_without_a_word_is_forgotten_by_the_next():
         decoder.forward(full[:, :40])
     ours.cache.extend(full[:, :5])
     states = torch.ones(1, 2, 5, 16)
-    ours.cache.write(0, states, states, None)
+    at = StepInput(torch.arange(40, 45), states, states, 45, None, True)
+    ours.cache.write(0, states, states, at)
     close(ours.forward(full[:, 40:]), theirs.forward(full[:, 40:]))
 
 

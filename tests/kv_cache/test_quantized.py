@@ -130,6 +130,12 @@ def test_a_step_of_decoder_leaves_nothing_else_behind(model: LlamaForCausalLM) -
         assert cache_nbytes(cache) == cache.nbytes
 
 
+@pytest.mark.parametrize("wrong", [{"nbits": 3}, {"q_group_size": 24}, {"residual_length": -1}])
+def test_no_bytes_are_predicted_of_a_cache_that_cannot_be(model: LlamaForCausalLM, wrong: dict) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: got"):
+        quantized_cache_bytes(model.config, 1, 64, torch.float32, **wrong)
+
+
 def test_bits_are_worth_what_they_say() -> None:
     config = tiny_model(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64).config
     full = bytes_per_token(config, "bfloat16") * 8192

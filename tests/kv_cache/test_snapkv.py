@@ -1,6 +1,7 @@
 """SnapKV: what its last queries vote for, once, and what it does from then on."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_a_token_is_not_kept_for_standing_beside_the_window(pooling):
     keys[0, 0, 3, 0], keys[0, 0, 10, 0] = 4.0, 6.0
     query = torch.zeros(1, 2, 12, 4)
     query[..., 0] = 1.0
-    layer.watching = True
+    layer.watching = threading.get_ident()
     layer.update(keys, keys)
     layer.observe(query, 1.0)
     assert layer.positions.tolist() == [[[2, 3, 4, 10, 11]]]

@@ -89,6 +89,14 @@ def test_the_map_has_a_cell_a_token_and_layer_in_the_colour_of_the_method(lab):
     assert list(shown.colorbar.tickvals) == [0, 1, 2]
 
 
+def test_no_token_or_answer_is_read_as_a_tag(lab):
+    kept = dataclasses.replace(lab.result.kept, answer="<i>&4", tokens=("<a href=x>", *lab.result.kept.tokens[1:]))
+    lab.spec.draw(lab.figure, dataclasses.replace(lab.result, kept=kept), ())
+    assert traces(lab)["kept"].customdata[0][0] == "&lt;a href=x&gt;"
+    said = [note.text for note in lab.figure.layout.annotations if "needle" in note.text]
+    assert said == ["needle: the number is <b>&lt;i&gt;&amp;4</b>"]
+
+
 @pytest.mark.parametrize("depth", [0.1, 0.9])
 def test_needle_question_and_sinks_are_outlined_and_named(lab, depth):
     move(lab, depth=depth)

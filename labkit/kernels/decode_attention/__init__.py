@@ -59,6 +59,7 @@ def _check_all(
 ) -> None:
     """Refuse what does not fit together, without looking at a value on a GPU."""
     _check.tensor("q", q, ndim=4, dtypes=_FLOATS)
+    _check.require(q.shape[3] > 0, "q", f"shape {tuple(q.shape)}", "a head_dim of at least 1")
     if table is not None:
         _check.tensor("block_table", table, ndim=2, dtypes=(torch.int32,))
         _check.require(table.shape[0] == q.shape[0], "block_table", f"{table.shape[0]} rows", f"{q.shape[0]}, as q has")
@@ -78,7 +79,7 @@ def _check_all(
 
 
 def _check_lengths(k: KV, lengths: torch.Tensor, table: torch.Tensor | None) -> None:
-    """No row is longer than what there is to read."""
+    """No row is longer than what there is to read, and every block that is read exists."""
     if not lengths.numel():
         return
     held = k.shape[2] * (1 if table is None else table.shape[1])
@@ -87,6 +88,13 @@ def _check_lengths(k: KV, lengths: torch.Tensor, table: torch.Tensor | None) -> 
     fits = bool(((lengths >= 0) & (lengths <= room)).all()) and bool((torch.minimum(counts, lengths) <= held).all())
     takes = f"0 to the tokens that k holds: {held} in blocks or codes, and then what its recent part has room for"
     _check.require(fits, "cache_seqlens", lengths.tolist(), takes)
+    if table is None or not table.numel():
+        return
+    columns = torch.arange(table.shape[1], device=table.device)
+    read = columns * k.shape[2] < torch.minimum(counts, lengths)[:, None]
+    known = ((table >= 0) & (table < k.shape[0])) | ~read
+    takes = f"ids from 0 to {k.shape[0] - 1} for every block that holds a row's tokens"
+    _check.require(bool(known.all()), "block_table", table.tolist(), takes)
 
 
 def choose(q: torch.Tensor, k: KV, v: KV) -> Choice:
@@ -144,6 +152,8 @@ def decode_attention(
     Errors: ValueError for what does not fit together; BackendUnavailable where a backend asked for by name cannot run.
     """
     _check_all(q, k, v, cache_seqlens, block_table, tree_mask)
+    if not q.numel():
+        return torch.empty_like(q)
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else _check.number("softmax_scale", softmax_scale)
     arguments = (q, k, v, cache_seqlens, block_table, scale, tree_mask)
     if backend == "auto":

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from labkit.kernels.aot import SHARED_BYTES, Case
-from labkit.kernels.decode_attention import launch
+from labkit.kernels.decode_attention import combine, launch
 from labkit.kernels.decode_attention import triton as room
 from labkit.kernels.kv_types import QuantizedKV
 
@@ -18,9 +18,12 @@ _SIZES = ("kv_heads", "q_len", "block_size", "splits", "table_stride", *_STRIDES
 # Values' scales lie head_dim / group apart, which is no multiple of 16.
 _UNEVEN = ("kv_heads", "q_len", "block_size", "splits", "table_stride", "vg_stride_t", "vg_stride_h")
 
-
-# Bytes a thread that the rarer cases may spill.
-_RARELY_SPILLED = 256
+# Bytes a thread that rare cases may spill, by bits, rows and size of head, as measured, and for all others what sm_120
+# takes on its stack; those of every run spill nothing. Two bits are eight fields, and the query and the output as many
+# tiles; heads of 80 leave parts of 10 or 20, which take the room of 16 or 32.
+_SPILLED = {(2, 16, 80): 64, (2, 32, 80): 192, (2, 32, 256): 640, (4, 32, 80): 256, (4, 32, 128): 32, (8, 16, 80): 64}
+_SPILLED |= {(8, 16, 128): 64}
+_STACK = 16
 
 
 def _keys(bits: int, head_dim: int, group: int, axis: str) -> torch.Tensor | QuantizedKV:
@@ -59,7 +62,7 @@ def _case(
         **launch.part_constants("v", v),
     }
     types = {name: "*bf16" for name in room._decode_attention_kernel.arg_names if name.endswith("_ptr")}
-    types |= dict.fromkeys(("k_ptr", "v_ptr"), "*bf16" if bits == 16 else "*u8")
+    types |= dict.fromkeys(("k_ptr", "v_ptr"), "*bf16" if bits == 16 else "*i16")
     types |= dict.fromkeys(("lengths_ptr", "counts_ptr", "table_ptr"), "*i32")
     types |= dict.fromkeys(("out_ptr", "sums_ptr"), "*fp32")
     types |= dict.fromkeys(_SIZES, "i32") | {"tree_ptr": "*i1", "scale_log2": "fp32"}
@@ -68,21 +71,21 @@ def _case(
     how = ("contiguous", "blocks", "small blocks")[paged] + (", tree" if has_tree else ", causal" if causal else "")
     group_of = "" if bits == 16 else f" g{group}"
     name = f"decode_attention {'bf16' if bits == 16 else f'int{bits}'}{group_of} {rows} x {head_dim}, {how}"
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "divisible": divisible}
+    options = {"num_warps": launch.warps_for(tile, rows), "num_stages": tile.num_stages, "divisible": divisible}
     options |= {
         "capabilities": capabilities,
         "every_run": every_run,
-        "spill_bytes": 0 if every_run else _RARELY_SPILLED,
+        "spill_bytes": 0 if every_run else _SPILLED.get((bits, rows, head_dim), _STACK),
     }
     return Case(name, room._decode_attention_kernel, signature, constants, **options)
 
 
 def _combining(head_dim: int, splits: int, **options: object) -> Case:
     constants = {"head_dim": head_dim, "head_dim_p": launch.next_power(head_dim, room.LEAST_ROWS)}
-    constants |= {"splits_p": splits, "at_once": room.COMBINED_AT_ONCE}
+    constants |= {"splits_p": splits, "at_once": combine.COMBINED_AT_ONCE}
     signature = {"parts_ptr": "*fp32", "sums_ptr": "*fp32", "out_ptr": "*bf16", "rows": "i32", "splits": "i32"}
     name = f"decode_attention combines {splits} splits of {head_dim}"
-    return Case(name, room._combine_kernel, signature, constants, num_warps=launch.COMBINE_WARPS, **options)
+    return Case(name, combine._combine_kernel, signature, constants, num_warps=launch.COMBINE_WARPS, **options)
 
 
 def aot_cases() -> Iterator[Case]:

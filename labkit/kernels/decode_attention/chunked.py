@@ -1,7 +1,7 @@
 """Attention to a cache in PyTorch, a chunk of tokens at a time with an online softmax (Milakov and Gimelshein, 2018).
 
-What has to be dequantized or gathered is, for one chunk; K and V are never repeated over query heads. For codes whose
-groups run along the tokens the scale goes into the query, q * s . codes + q . minimum: codes only become floats.
+What has to be dequantized or gathered is, for one chunk; K and V are never repeated over query heads. A key's minimum
+is left out of what is dequantized, where its group runs along the tokens: q . minimum is the same for all of them.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 from labkit.kernels.kv_types import QuantizedKV, unpack_codes
 
-_MOST, _LEAST, _SHARE = 256, 16, 4
+# Of more tokens than the most, what is dequantized of them would not stay in a core's own cache.
+_MOST, _LEAST, _SHARE = 1024, 16, 2
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Piece:
 
 
 def chunk_size(length: int) -> int:
-    """Tokens at a time: at most 256, and a quarter of the cache once it has 64."""
+    """Tokens at a time: at most 1024, and half of the cache once it has 32."""
     size = min(_MOST, max(_LEAST, length // _SHARE))
     return 1 << (size.bit_length() - 1)
 
@@ -70,7 +71,7 @@ def _grids(x: QuantizedKV, table: torch.Tensor | None, piece: Piece, wide: torch
 
 def _codes(x: QuantizedKV, table: torch.Tensor | None, piece: Piece, wide: torch.dtype) -> torch.Tensor:
     codes = _take(x.codes, table, piece, piece.offset, piece.offset + piece.size)
-    return unpack_codes(codes, x.bits).to(wide)
+    return unpack_codes(codes, x.bits, wide)
 
 
 def _whole_groups(x: QuantizedKV, piece: Piece) -> bool:
@@ -100,9 +101,9 @@ def _scores(q: torch.Tensor, x: torch.Tensor | QuantizedKV, table: torch.Tensor 
         return q @ _values(x, table, piece, q.dtype).transpose(2, 3)
     codes = _codes(x, table, piece, q.dtype).unflatten(2, (-1, x.group_size))
     scales, minimums = _grids(x, table, piece, q.dtype)
-    scores = (q.unsqueeze(2) * scales.unsqueeze(3)) @ codes.transpose(3, 4)
-    scores = scores.transpose(2, 3) + (q @ minimums.transpose(2, 3)).unsqueeze(4)
-    return scores.flatten(3, 4)
+    # Scaling some codes for few rows of queries is less than one small product for each group.
+    scores = (q @ codes.mul_(scales.unsqueeze(3)).flatten(2, 3).transpose(2, 3)).unflatten(3, (-1, x.group_size))
+    return scores.add_((q @ minimums.transpose(2, 3)).unsqueeze(4)).flatten(3)
 
 
 class _Softmax:
@@ -112,16 +113,18 @@ class _Softmax:
         self.most = q.new_full((*q.shape[:3], 1), -torch.inf)
         self.total, self.out = torch.zeros_like(self.most), torch.zeros_like(q)
 
-    def add(self, scores: torch.Tensor, sees: torch.Tensor, values: torch.Tensor) -> None:
-        """`sees (batch, 1, rows, tokens)`: whatever lies where nothing is seen, NaN too, counts for nothing."""
-        scores = scores.masked_fill(~sees, -torch.inf)
+    def add(self, scores: torch.Tensor, sees: torch.Tensor | None, values: torch.Tensor) -> None:
+        """`sees (batch, 1, rows, tokens)`: whatever lies where nothing is seen, NaN too, counts for nothing. None:
+        every row sees every token."""
+        if sees is not None:
+            scores = scores.masked_fill(~sees, -torch.inf)
+            values = values.masked_fill(~sees.any(2).unsqueeze(3), 0.0)
         most = torch.maximum(self.most, scores.amax(-1, keepdim=True))
         # Nothing seen so far: any finite number keeps NaN out.
-        at = most.masked_fill(most == -torch.inf, 0.0)
+        at = most if sees is None else most.masked_fill(most == -torch.inf, 0.0)
         weights, keep = torch.exp(scores - at), torch.exp(self.most - at)
-        seen = sees.any(2).unsqueeze(3)
         self.total = self.total * keep + weights.sum(-1, keepdim=True)
-        self.out = self.out * keep + weights @ values.masked_fill(~seen, 0.0)
+        self.out = self.out * keep + weights @ values
         self.most = most
 
     def result(self) -> torch.Tensor:
@@ -137,6 +140,11 @@ class _Rows:
     n_heads: int
     tree_mask: torch.Tensor | None
 
+    @property
+    def old(self) -> torch.Tensor:
+        """`(batch,)`: the tokens, from the first on, that every query of a row sees."""
+        return self.lengths - self.q_len + (self.tree_mask is None)
+
     def see(self, tokens: torch.Tensor) -> torch.Tensor:
         """`tokens (batch or 1, n)` to `(batch, 1, rows, n)`."""
         first_new = (self.lengths - self.q_len)[:, None, None]
@@ -150,6 +158,11 @@ class _Rows:
         return sees.repeat(1, self.n_heads, 1).unsqueeze(1)
 
 
+def _seen_by_all(counts: torch.Tensor, old: torch.Tensor) -> int:
+    """How many tokens, from the first on, each query of each row sees; 0 where reading that would wait for a GPU."""
+    return 0 if counts.is_cuda else int(torch.minimum(counts, old).min())
+
+
 def _longest(counts: torch.Tensor, room: int) -> int:
     """The largest, where reading it does not wait for a GPU; else all there is room for."""
     return room if counts.is_cuda else min(room, max(0, int(counts.max())))
@@ -160,22 +173,26 @@ def _add_codes(state: _Softmax, q, k, v, table: torch.Tensor | None, counts: tor
     columns, block_size = (1 if table is None else table.shape[1]), k.shape[2]
     length = _longest(counts, columns * block_size)
     groups = [x.group_size for x in (k, v) if isinstance(x, QuantizedKV) and x.axis == "channel"]
+    unmasked = _seen_by_all(counts, rows.old)
     for piece in pieces(length, columns, block_size, max(groups, default=1)):
-        inside = torch.arange(piece.offset, piece.offset + piece.size, device=q.device)
-        starts = torch.arange(piece.first, piece.first + piece.blocks, device=q.device) * block_size
-        tokens = (starts[:, None] + inside).flatten()[None]
-        sees = rows.see(tokens) & (tokens < counts[:, None])[:, None, None]
+        sees = None
+        if (piece.first + piece.blocks - 1) * block_size + piece.offset + piece.size > unmasked:
+            inside = torch.arange(piece.offset, piece.offset + piece.size, device=q.device)
+            starts = torch.arange(piece.first, piece.first + piece.blocks, device=q.device) * block_size
+            tokens = (starts[:, None] + inside).flatten()[None]
+            sees = rows.see(tokens) & (tokens < counts[:, None])[:, None, None]
         state.add(_scores(q, k, table, piece), sees, _values(v, table, piece, q.dtype))
 
 
 def _add_recent(state: _Softmax, q, k: QuantizedKV, v: QuantizedKV, counts: torch.Tensor, rows: _Rows) -> None:
     """What follows the first `counts (batch,)` tokens of each row, in full precision."""
     room = k.recent.shape[2]
-    length = _longest(rows.lengths - counts, room)
+    length, unmasked = _longest(rows.lengths - counts, room), _seen_by_all(rows.lengths - counts, rows.old - counts)
     for begin in range(0, length, chunk_size(length)):
-        end = min(length, begin + chunk_size(length))
-        tokens = counts[:, None] + torch.arange(begin, end, device=q.device)
-        sees = rows.see(tokens) & (tokens < rows.lengths[:, None])[:, None, None]
+        end, sees = min(length, begin + chunk_size(length)), None
+        if end > unmasked:
+            tokens = counts[:, None] + torch.arange(begin, end, device=q.device)
+            sees = rows.see(tokens) & (tokens < rows.lengths[:, None])[:, None, None]
         keys, values = (x.recent[:, :, begin:end].to(q.dtype) for x in (k, v))
         state.add(q @ keys.transpose(2, 3), sees, values)
 
@@ -208,7 +225,7 @@ def chunked(
 
 def library(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int, softmax_scale: float) -> torch.Tensor:
     """Rows of one length in contiguous tensors: PyTorch's kernel. The query heads of a KV head become its queries,
-    since `enable_gqa` repeats K and V first on a CPU."""
+    so that one query a head is still a matrix product."""
     batch, heads, q_len, head_dim = q.shape
     kv_heads = k.shape[1]
     mask = None

@@ -4,8 +4,8 @@ from functools import cache
 
 import torch
 
+from labkit.kernels.decode_attention.combine import COMBINED_AT_ONCE, _combine_kernel
 from labkit.kernels.decode_attention.triton import (
-    COMBINED_AT_ONCE,
     DTYPES,
     LARGEST_HEAD,
     LEAST_ROWS,
@@ -15,10 +15,9 @@ from labkit.kernels.decode_attention.triton import (
     MOST_SPLITS,
     TILES,
     Tile,
-    _combine_kernel,
     _decode_attention_kernel,
 )
-from labkit.kernels.kv_types import QuantizedKV
+from labkit.kernels.kv_types import QuantizedKV, in_words
 
 KV = torch.Tensor | QuantizedKV
 COMBINE_WARPS = 2
@@ -46,6 +45,8 @@ def _why_not_codes(k: QuantizedKV, v: QuantizedKV) -> str | None:
     if k.group_size % LEAST_ROWS:
         return f"it reads keys in groups of a multiple of {LEAST_ROWS} tokens; these have {k.group_size}"
     for x in (k, v):
+        if not in_words(x.codes):
+            return "the codes of a token have to start at an even byte"
         together = all(t.stride(3) == 1 or t.shape[3] == 1 for t in x.tensors.values() if t.ndim == 4)
         if not together or x.scales.stride() != x.minimums.stride():
             return "channels have to lie side by side, and scales and minimums alike"
@@ -63,6 +64,11 @@ def _bits(x: KV) -> int:
 def tile_for(bits: int, head_dim: int) -> Tile:
     """The row of the table for keys and values of up to so many bits an element."""
     return next(tile for tile in TILES if bits <= tile.bits and head_dim <= tile.head_dim)
+
+
+def warps_for(tile: Tile, block_m: int) -> int:
+    """More for more rows: what one warp holds of the query and the output of the fewest fills its registers."""
+    return min(8, tile.num_warps * (block_m // LEAST_ROWS) ** 2)
 
 
 @cache
@@ -85,7 +91,7 @@ def _pointers(x: KV) -> tuple[torch.Tensor, ...]:
     """Elements or codes, scales, minimums, recent: something of the right type where there is none."""
     if not isinstance(x, QuantizedKV):
         return x, x, x, x
-    return x.codes, x.scales, x.minimums, x.scales if x.recent is None else x.recent
+    return x.codes.view(torch.int16), x.scales, x.minimums, x.scales if x.recent is None else x.recent
 
 
 def attend(
@@ -173,7 +179,7 @@ def _constants(
 def part_constants(name: str, x: KV) -> dict[str, int]:
     """What the kernel has to know of keys or of values."""
     bits = _bits(x)
-    fields = 1 if bits == 16 else 8 // bits
+    fields = 1 if bits == 16 else 16 // bits
     part = x.shape[3] // fields
     group = x.group_size if isinstance(x, QuantizedKV) else 1
     named = {"bits": bits, "group": group, "fields": fields, "part": part, "part_p": next_power(part, LEAST_ROWS)}
@@ -216,6 +222,6 @@ def _launch(
         *k_recent.stride()[:3],
         *v_recent.stride()[:3],
         **constants,
-        num_warps=tile.num_warps,
+        num_warps=warps_for(tile, constants["block_m"]),
         num_stages=tile.num_stages,
     )

@@ -3,9 +3,9 @@ combined by their sums of exponentials in a fixed order, so that the same input 
 
 The query heads of a KV head, times the tokens of a step, are the rows of one tile, so that K and V are read once.
 Codes stay codes until they are in registers. A key's scale belongs to a channel and goes into the query: q * s . code +
-q . minimum; a tile of tokens never crosses a group. A value's scale belongs to a token and a group of channels. Byte j
-holds channels j, j + part, and so on, so that each field of bits is a contiguous part of the head: the query and the
-output are held in as many parts.
+q . minimum; a tile of tokens never crosses a group. A value's scale belongs to a token and a group of channels. Word j,
+of two bytes, holds channels j, j + part, and so on, so that each field of bits is a contiguous part of the head: the
+query and the output are held in as many parts.
 """
 
 import math
@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from labkit.kernels.decode_attention.codes import _at_most_128, _offset, _part
+
 DTYPES = (torch.bfloat16, torch.float16)
 LOG2_E = math.log2(math.e)
 # Rows of the smallest tile that the matrix unit takes, and of the largest one used: more rows read K and V again.
@@ -23,15 +25,13 @@ LARGEST_HEAD = 256
 # No split is shorter: below, combining costs more than it saves.
 LEAST_TOKENS = 256
 MOST_SPLITS = 128
-# Splits that the second kernel reads together.
-COMBINED_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
 class Tile:
     """Block sizes for keys of up to `bits` bits an element and heads of up to `head_dim`. `programs` a multiprocessor
-    are what tokens are split for. `tuned_on` names the chip that chose them; None is a guess, by counting bytes in
-    flight, registers and instructions."""
+    are what tokens are split for; `num_warps` are for the fewest rows. `tuned_on` names the chip that chose them; None
+    is a guess, by counting bytes in flight, registers and instructions: one warp does the least work twice."""
 
     bits: int
     head_dim: int
@@ -43,25 +43,12 @@ class Tile:
 
 
 TILES = (
-    Tile(4, 128, 32, programs=16, num_warps=2, num_stages=4),
-    Tile(8, 128, 32, programs=16, num_warps=2, num_stages=4),
+    Tile(4, 128, 32, programs=16, num_warps=1, num_stages=4),
+    Tile(8, 128, 32, programs=16, num_warps=1, num_stages=3),
     Tile(16, 128, 32, programs=16, num_warps=1, num_stages=3),
     Tile(8, 256, 32, programs=8, num_warps=4, num_stages=3),
     Tile(16, 256, 32, programs=8, num_warps=4, num_stages=2),
 )
-
-
-@triton.jit
-def _part(packed, field: tl.constexpr, bits: tl.constexpr, dtype: tl.constexpr):
-    """The codes of one field of bits in `dtype`, exact, without a conversion: or-ed into the mantissa of a power of
-    two, which is taken off again, from two at a time where 16 bits hold them."""
-    code = (packed >> (field * bits)) & ((1 << bits) - 1)
-    if dtype == tl.float16:
-        return (code.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - tl.full((), 1024.0, tl.float16)
-    elif bits < 8:
-        return (code.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - tl.full((), 128.0, tl.bfloat16)
-    else:
-        return ((code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0).to(dtype)
 
 
 @triton.jit
@@ -102,14 +89,19 @@ def _dense_scores(q, ptr, rows, inside, scores, part: tl.constexpr, part_p: tl.c
 
 @triton.jit
 def _code_scores(q, k, scales_ptr, minimums_ptr, scores, bits: tl.constexpr, part: tl.constexpr, part_p: tl.constexpr):
-    """q . k of keys in codes, all of one group: the scales go into the query, and q . minimum is the same for each."""
+    """q . k of keys in codes, all of one group: the scales go into the query, q * s . code + q . minimum. What codes
+    are too large by comes off once, as q * s . offset with the same rounded q * s."""
     j = tl.arange(0, part_p)
+    less: tl.constexpr = -_offset(q[0].dtype == tl.float16)
+    same = tl.zeros((scores.shape[0], 8), tl.float32)
     for field in tl.static_range(len(q)):
         scales = tl.load(scales_ptr + field * part + j, mask=j < part, other=0.0).to(q[0].dtype)
         minimums = tl.load(minimums_ptr + field * part + j, mask=j < part, other=0.0).to(q[0].dtype)
-        scores = tl.dot(q[field], tl.broadcast_to(minimums[:, None], (part_p, scores.shape[1])), scores)
-        scores = tl.dot(q[field] * scales[None, :], tl.trans(_part(k, field, bits, q[0].dtype)), scores)
-    return scores
+        scaled = q[field] * scales[None, :]
+        same = tl.dot(q[field], tl.broadcast_to(minimums[:, None], (part_p, 8)), same)
+        same = tl.dot(scaled, tl.full((part_p, 8), less, q[0].dtype), same)
+        scores = tl.dot(scaled, tl.trans(_part(k, field, bits, q[0].dtype, True)), scores)
+    return scores + tl.max(same, axis=1)[:, None]
 
 
 @triton.jit
@@ -256,6 +248,30 @@ def _finish(out_ptr, sums_ptr, acc, most, total, rows, inside, part: tl.constexp
         tl.store(sums_ptr + rows, tl.where(total == 0.0, -float("inf"), most + tl.log2(divisor)), mask=inside)
 
 
+@triton.jit
+def _nothing(fields: tl.constexpr, rows: tl.constexpr, part_p: tl.constexpr):
+    """The state of a softmax that has seen nothing: weighted sums, the largest score, the sum of weights."""
+    most, total = tl.full((rows,), -float("inf"), tl.float32), tl.zeros((rows,), tl.float32)
+    return _zeros(fields, rows, part_p), most, total
+
+
+@triton.jit
+def _of_head(ptr, scales_ptr, minimums_ptr, head, stride_h, grid_stride_h):
+    """Where one KV head begins in codes, scales and minimums."""
+    return ptr + head * stride_h, scales_ptr + head * grid_stride_h, minimums_ptr + head * grid_stride_h
+
+
+@triton.jit
+def _queries_of_codes(q, scale_log2, block_m: tl.constexpr, k_bits: tl.constexpr, v_bits: tl.constexpr):
+    """The queries that codes are multiplied by, and what a row's scores are multiplied by, `(block_m,)`."""
+    if k_bits == 8 or v_bits == 8:
+        # Of bfloat16 the mantissa has no room for 8 bits.
+        scaled, undo = _at_most_128(q)
+        return scaled, scale_log2 * undo
+    else:
+        return q, tl.full((block_m,), scale_log2, tl.float32)
+
+
 @triton.jit(do_not_specialize=["block_size", "splits", "q_len", "table_stride"])
 def _decode_attention_kernel(
     q_ptr,  # (batch, heads, q_len, head_dim)
@@ -323,15 +339,14 @@ def _decode_attention_kernel(
     r, n_rows = tl.program_id(2) * block_m + tl.arange(0, block_m), heads_each * q_len
     q_rows = batch.to(tl.int64) * q_stride_b + (head * heads_each + r // q_len) * q_stride_h + r % q_len * q_stride_i
     q = _tiles(q_ptr, q_rows, r < n_rows, k_fields, k_part, k_part_p)
-    acc = _zeros(v_fields, block_m, v_part_p)
-    most, total = tl.full((block_m,), -float("inf"), tl.float32), tl.zeros((block_m,), tl.float32)
+    acc, most, total = _nothing(v_fields, block_m, v_part_p)
+    codes_q, log2 = _queries_of_codes(q, scale_log2, block_m, k_bits, v_bits)
     length = tl.load(lengths_ptr + batch)
     count = tl.minimum(tl.load(counts_ptr + batch), length) if has_recent else length
     table_ptr += batch.to(tl.int64) * table_stride
-    k_grid, v_grid = head * kg_stride_h, head * vg_stride_h
-    keys = (k_ptr + head * k_stride_h, k_scales_ptr + k_grid, k_minimums_ptr + k_grid)
+    keys = _of_head(k_ptr, k_scales_ptr, k_minimums_ptr, head, k_stride_h, kg_stride_h)
     keys = keys + (k_stride_n, k_stride_t, kg_stride_n, kg_stride_t)
-    values = (v_ptr + head * v_stride_h, v_scales_ptr + v_grid, v_minimums_ptr + v_grid)
+    values = _of_head(v_ptr, v_scales_ptr, v_minimums_ptr, head, v_stride_h, vg_stride_h)
     values = values + (v_stride_n, v_stride_t, vg_stride_n, vg_stride_t)
     span = tl.cdiv(tl.cdiv(count, block_t), splits) * block_t
     begin, i = tl.program_id(1) * span, tl.arange(0, block_t)
@@ -344,12 +359,14 @@ def _decode_attention_kernel(
         at = (t0 + i) % block_size if paged == 2 else first + i
         inside = t0 + i < count
         read = _values(values, block, at, inside, v_fields, v_bits, v_group, v_part, v_part_p)
-        scores = _scores(q, keys, block, first, at, inside, block_t, k_bits, k_group, k_part)
+        scores = _scores(codes_q, keys, block, first, at, inside, block_t, k_bits, k_group, k_part)
         sees = _sees(t0 + i, inside, length, q_len, r % q_len, tree_ptr, causal, has_tree)
-        p, keep, most, total = _weights(scores * scale_log2, sees, most, total)
-        acc = _add(acc, p.to(q[0].dtype), keep, read, v_bits)
+        p, keep, most, total = _weights(scores * log2[:, None], sees, most, total)
+        acc = _add(acc, p.to(codes_q[0].dtype), keep, read, v_bits)
         block = _block(table_ptr, batch, t0 + block_t + step, count, block_size, paged)
     if has_recent:
+        # Read again, so that their registers are free in the loop above.
+        q = _tiles(q_ptr, q_rows, r < n_rows, k_fields, k_part, k_part_p)
         keys = (k_recent_ptr + head * kr_stride_h, k_recent_ptr, k_recent_ptr, kr_stride_n, kr_stride_t, 0, 0)
         values = (v_recent_ptr + head * vr_stride_h, v_recent_ptr, v_recent_ptr, vr_stride_n, vr_stride_t, 0, 0)
         for t0 in tl.range(tl.program_id(1) * block_t, length - count, splits * block_t, num_stages=1):
@@ -361,33 +378,3 @@ def _decode_attention_kernel(
             acc = _add(acc, p.to(q[0].dtype), keep, read, 16)
     rows = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * n_rows + r
     _finish(out_ptr, sums_ptr, acc, most, total, rows, r < n_rows, v_part, split)
-
-
-@triton.jit(do_not_specialize=["rows", "splits"])
-def _combine_kernel(
-    parts_ptr,  # (splits, rows, head_dim), float32
-    sums_ptr,  # (splits, rows), float32
-    out_ptr,  # (rows, head_dim)
-    rows,
-    splits,
-    head_dim: tl.constexpr,
-    head_dim_p: tl.constexpr,
-    splits_p: tl.constexpr,
-    at_once: tl.constexpr,
-):
-    """Splits in their order, whichever ended first; one that saw nothing wrote nothing and is not read."""
-    row, j = tl.program_id(0).to(tl.int64), tl.arange(0, head_dim_p)
-    every = tl.arange(0, splits_p)
-    sums = tl.load(sums_ptr + every * rows + row, mask=every < splits, other=-float("inf"))
-    most = tl.max(sums, axis=0)
-    most = tl.where(most == -float("inf"), 0.0, most)
-    total = tl.sum(tl.exp2(sums - most), axis=0)
-    acc = tl.zeros((head_dim_p,), tl.float32)
-    for first in range(0, splits, at_once):
-        part = first + tl.arange(0, at_once)
-        some = tl.load(sums_ptr + part * rows + row, mask=part < splits, other=-float("inf"))
-        inside = (some != -float("inf"))[:, None] & (j < head_dim)[None, :]
-        values = tl.load(parts_ptr + (part * rows + row)[:, None] * head_dim + j[None, :], mask=inside, other=0.0)
-        acc += tl.sum(values * tl.exp2(some - most)[:, None], axis=0)
-    acc = acc / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + row * head_dim + j, acc.to(out_ptr.dtype.element_ty), mask=j < head_dim)

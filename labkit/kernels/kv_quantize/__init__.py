@@ -77,12 +77,13 @@ def kv_quantize(
     Errors: ValueError for arguments that do not fit; BackendUnavailable where a backend asked for by name cannot run.
     """
     _check.tensor("x", x, ndim=4, dtypes=_DTYPES)
+    _check.require(x.shape[3] > 0, "x", f"shape {tuple(x.shape)}", "a head_dim of at least 1")
     check_grid(tuple(x.shape), bits, group_size, axis)
     if scales_dtype is None:
         scales_dtype = torch.bfloat16 if x.dtype is torch.float32 else x.dtype
     _check.choice("scales_dtype", scales_dtype, _DTYPES)
     if backend == "auto":
-        backend = _choose(x, group_size, axis).name
+        backend = _choose(x, group_size, axis).name if x.is_cuda else "torch"
     if backend == "torch":
         return _torch(x, bits, group_size, axis, scales_dtype)
     if backend == "triton":

@@ -1,6 +1,6 @@
 """Quantizing keys or values in one pass: each number is read once, codes are packed in registers.
 
-A byte holds one channel of each part of the head, so that a program works on all parts of its tokens at once.
+A word of two bytes holds one channel of each part of the head, so that a program works on all parts at once.
 """
 
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ def _low_high(x, axis: tl.constexpr, inside):
 @triton.jit
 def _kv_quantize_channel_kernel(
     x_ptr,  # (n, heads, length, head_dim), channels side by side
-    codes_ptr,  # (n, heads, length, part)
+    codes_ptr,  # (n, heads, length, part), words of two bytes
     scales_ptr,  # (n, heads, length / group, head_dim)
     minimums_ptr,
     heads,
@@ -74,7 +74,7 @@ def _kv_quantize_channel_kernel(
     group_p: tl.constexpr,  # powers of two
     part_p: tl.constexpr,
 ):
-    fields: tl.constexpr = 8 // bits
+    fields: tl.constexpr = 16 // bits
     row, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i, j = tl.arange(0, group_p), tl.arange(0, part_p)
     inside = (i < group)[:, None] & (j < part)[None, :]
@@ -90,13 +90,13 @@ def _kv_quantize_channel_kernel(
         tl.store(minimums_ptr + grid + field * part + j, minimum, mask=j < part)
         packed |= _codes(x, wide_scale[None, :], wide_minimum[None, :], bits) << (field * bits)
     rows = (row * groups + g) * group + i
-    tl.store(codes_ptr + rows[:, None] * part + j[None, :], packed.to(tl.uint8), mask=inside)
+    tl.store(codes_ptr + rows[:, None] * part + j[None, :], packed.to(tl.int16), mask=inside)
 
 
 @triton.jit
 def _kv_quantize_token_kernel(
     x_ptr,  # (n, heads, length, head_dim), channels side by side
-    codes_ptr,  # (n, heads, length, part)
+    codes_ptr,  # (n, heads, length, part), words of two bytes
     scales_ptr,  # (n, heads, length, head_dim / group)
     minimums_ptr,
     heads,
@@ -115,7 +115,7 @@ def _kv_quantize_token_kernel(
     parts: tl.constexpr = group // part if group > part else 1
     groups: tl.constexpr = 1 if group > part else part // group
     width: tl.constexpr = part // groups
-    fields: tl.constexpr = 8 // bits
+    fields: tl.constexpr = 16 // bits
     j = tl.arange(0, groups)[:, None] * width + tl.arange(0, width)[None, :]
     inside = (t < length)[:, None, None]
     rows = row * length + t
@@ -137,7 +137,7 @@ def _kv_quantize_token_kernel(
             x = tl.load(x_rows[:, None, None] + (field * part + j)[None, :, :], mask=inside, other=0.0).to(tl.float32)
             packed |= _codes(x, wide_scale[:, :, None], wide_minimum[:, :, None], bits) << (field * bits)
     codes = codes_ptr + rows[:, None, None] * part + j[None, :, :]
-    tl.store(codes, packed.to(tl.uint8), mask=inside)
+    tl.store(codes, packed.to(tl.int16), mask=inside)
 
 
 def next_power(n: int) -> int:
@@ -160,12 +160,12 @@ def quantize(x: torch.Tensor, bits: int, group_size: int, axis: str, scales_dtyp
     x = x if x.stride(3) == 1 else x.contiguous()
     n, heads, length, head_dim = x.shape
     grid = check_grid(tuple(x.shape), bits, group_size, axis)
-    part = head_dim * bits // 8
-    codes = torch.empty(n, heads, length, part, dtype=torch.uint8, device=x.device)
+    part = head_dim * bits // 16
+    codes = torch.empty(n, heads, length, 2 * part, dtype=torch.uint8, device=x.device)
     scales, minimums = (torch.empty(grid, dtype=scales_dtype, device=x.device) for _ in range(2))
     if codes.numel():
         with torch.cuda.device_of(x):
-            _launch(x, codes, scales, minimums, bits, group_size, axis, part)
+            _launch(x, codes.view(torch.int16), scales, minimums, bits, group_size, axis, part)
     return QuantizedKV(codes, scales, minimums, None, None, bits, group_size, axis)
 
 
