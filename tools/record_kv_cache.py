@@ -20,8 +20,9 @@ from labkit.kv_cache import QuantizedCache
 from labkit.kv_cache.evaluation import cached_perplexity
 from labkit.kv_cache.eviction import EVICTION_METHODS, eviction_point
 from labkit.kv_cache.generation import Generation, time_generation
+from labkit.kv_cache.memory import cache_nbytes
 from labkit.kv_cache.needle import find_needles, needle_prompts
-from labkit.kv_cache.peers import cache_nbytes, quantized_peers
+from labkit.kv_cache.peers import quantized_peers
 from labkit.kv_cache.recorded import RECORDED, CachedPerplexity, Evicted
 from labkit.models import DEFAULT_MODEL, load_model
 from tools.recording import machine, short_commit

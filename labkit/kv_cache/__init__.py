@@ -2,6 +2,7 @@
 
 from labkit.kv_cache.blocks import BlockManager, OutOfBlocks
 from labkit.kv_cache.heavy_hitters import HeavyHitterCache
+from labkit.kv_cache.memory import cache_nbytes
 from labkit.kv_cache.paged import PagedKVCache
 from labkit.kv_cache.paged_quantized import PagedQuantizedCache
 from labkit.kv_cache.paged_storage import paged_cache_bytes
@@ -22,6 +23,7 @@ __all__ = [
     "SnapKVCache",
     "bits_per_value",
     "bytes_per_token",
+    "cache_nbytes",
     "paged_cache_bytes",
     "paged_quantized_bytes",
     "quantized_cache_bytes",

@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache
 from labkit import _check
 from labkit.kv_cache.evaluation import cached_perplexity_stream
 from labkit.kv_cache.heavy_hitters import HeavyHitterCache
+from labkit.kv_cache.memory import cache_nbytes
 from labkit.kv_cache.needle import NeedlePrompt, find_needles, needle_prompts
 from labkit.kv_cache.sinks import SinkCache
 from labkit.kv_cache.snapkv import SnapKVCache
@@ -111,19 +112,14 @@ def prompt_budget(prompt: NeedlePrompt, budget: float) -> int:
 
 
 class _Making:
-    """Makes caches and knows how many bytes the last one holds."""
+    """Makes caches, and knows the last one."""
 
     def __init__(self, make_cache: Callable[[], Cache]) -> None:
-        self._make, self._last = make_cache, None
+        self._make, self.last = make_cache, None
 
     def __call__(self) -> Cache:
-        self._last = self._make()
-        return self._last
-
-    @property
-    def nbytes(self) -> int:
-        layers = self._last.layers
-        return sum(getattr(x, "nbytes", None) or x.keys.nbytes + x.values.nbytes for x in layers)
+        self.last = self._make()
+        return self.last
 
 
 def _measured(
@@ -134,7 +130,7 @@ def _measured(
 ) -> Iterator[EvictionPoint]:
     if run is not None:
         for scored, value in run[0]:
-            held = max(point.nbytes, run[1].nbytes)
+            held = max(point.nbytes, cache_nbytes(run[1].last))
             point = replace(point, perplexity=value, scored=scored, nbytes=held)
             yield point
     for tried, (prompt, make_cache) in enumerate(needles, 1):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
 import transformers
 from transformers import Cache, PretrainedConfig
 
@@ -59,28 +58,3 @@ def quantized_peers(
         Peer("transformers, fp8", (lambda: transformers.QuantizedCache("fp8", config)) if has_fp8 else None, why)
     )
     return peers
-
-
-def cache_nbytes(cache: Cache) -> int:
-    """Bytes of memory that the layers of any `transformers` cache hold: every tensor's whole storage, each once."""
-    storages: dict[int, int] = {}
-    for tensor in _tensors([vars(layer) for layer in cache.layers]):
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _tensors(value: object) -> Iterable[torch.Tensor]:
-    """The plain tensors in nested containers, of wrapped ones those that they wrap."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif hasattr(value, "__tensor_flatten__"):
-        names, _ = value.__tensor_flatten__()
-        yield from _tensors([getattr(value, name) for name in names])
-    elif isinstance(value, torch.Tensor):
-        yield value
-    elif hasattr(value, "tensors") and isinstance(value.tensors, Mapping):
-        yield from _tensors(value.tensors)

@@ -10,6 +10,7 @@ from transformers import Cache, DynamicCache
 
 from labkit.kv_cache import HeavyHitterCache, SinkCache, SnapKVCache, bytes_per_token
 from labkit.kv_cache.eviction import eviction_cache, prompt_budget
+from labkit.kv_cache.memory import cache_nbytes
 from labkit.kv_cache.needle import NeedlePrompt, find_needles
 from labkit.labs._eviction_result import BUDGETS, Kept, Span
 from labkit.models import LoadedModel
@@ -63,7 +64,7 @@ def look(loaded: LoadedModel, prompt: NeedlePrompt, method: str, budget: float) 
     model.base_model(input_ids=ids[None, :-1], past_key_values=cache, use_cache=True)
     seen, token_bytes = len(ids) - 1, bytes_per_token(model.config, model.dtype)
     needle, digits, question = _spans(prompt)
-    held, nbytes = cache.layers[0].keys.shape[2], counted_bytes(cache)
+    held, nbytes = cache.layers[0].keys.shape[2], cache_nbytes(cache)
     positions = kept_positions(cache, seen)
     # Last: the answer's own tokens go into the cache.
     said = _continued(loaded, cache, ids[-1:], len(prompt.answer_ids))
@@ -83,13 +84,6 @@ def look(loaded: LoadedModel, prompt: NeedlePrompt, method: str, budget: float) 
         said=loaded.tokenizer.decode(said).strip(),
         found=said == prompt.answer_ids.tolist(),
     )
-
-
-def counted_bytes(cache: Cache) -> int:
-    """Bytes of the cache's tensors."""
-    if isinstance(cache, DynamicCache):
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return cache.nbytes
 
 
 def kept_positions(cache: Cache, seen: int) -> list[torch.Tensor]:

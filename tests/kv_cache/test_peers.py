@@ -6,7 +6,8 @@ from transformers import DynamicCache
 
 from labkit.kv_cache import QuantizedCache, bytes_per_token
 from labkit.kv_cache.evaluation import cached_perplexity
-from labkit.kv_cache.peers import cache_nbytes, quantized_peers
+from labkit.kv_cache.memory import cache_nbytes
+from labkit.kv_cache.peers import quantized_peers
 from labkit.models import tiny_model
 
 

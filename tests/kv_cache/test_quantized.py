@@ -10,7 +10,7 @@ from transformers.utils import logging
 from labkit.engine import Decoder
 from labkit.kv_cache import QuantizedCache, bytes_per_token, quantized_cache_bytes
 from labkit.kv_cache.evaluation import cached_perplexity
-from labkit.kv_cache.peers import cache_nbytes
+from labkit.kv_cache.memory import cache_nbytes
 from labkit.models import tiny_model
 from labkit.quality import sqnr_db
 
