@@ -14,9 +14,7 @@ from labkit import _check
 from labkit._progress import progress as progress_bar
 from labkit.attention.merging import check_ids
 from labkit.models import LoadedModel
-
-# The loop under quantization-aware training is the same one: batches, warm-up and cosine, a teacher's hidden states.
-from labkit.quantization._qat_training import Loop, Objective, Teacher, TrainingState
+from labkit.training import Loop, Objective, Teacher, TrainingState
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -17,7 +17,7 @@ from torch import nn
 from labkit import _check
 from labkit.kernels.types import PackedWeight
 from labkit.quantization._qat_layers import FakeQuantLinear
-from labkit.quantization._qat_training import TrainingState
+from labkit.training import TrainingState
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _TRAINED = ("latent", "relative")

@@ -22,11 +22,11 @@ from labkit import _check
 from labkit._progress import progress as progress_bar
 from labkit.quantization import _qat_state
 from labkit.quantization._qat_layers import FakeQuantLinear, put
-from labkit.quantization._qat_training import Loop, Objective, Teacher, TrainingState
 from labkit.quantization.gptq import GPTQConfig
 from labkit.quantization.linear import QuantLinear
 from labkit.quantization.report import MatrixReport, QuantizationReport
 from labkit.quantization.rtn import RTNConfig
+from labkit.training import Loop, Objective, Teacher, TrainingState
 
 STARTS = ("gptq", "rtn")
 TRAINABLE = ("scales", "codes and scales")

@@ -25,11 +25,11 @@ from labkit.models import load_model
 from labkit.quantization._qat_evaluator import Evaluator
 from labkit.quantization._qat_layers import put
 from labkit.quantization._qat_record import RECORDED, Control, Point, QATStudy, Variant, recorded_study
-from labkit.quantization._qat_training import Loop, Objective, TrainingState
 from labkit.quantization.api import quantize_
 from labkit.quantization.plan import plan
 from labkit.quantization.qat import COMPUTE_DTYPES, QATConfig, QATReport, QATRun
 from labkit.quantization.report import QuantizationReport
+from labkit.training import Loop, Objective, TrainingState
 
 __all__ = [
     "RECORDED",

@@ -8,7 +8,7 @@ import torch
 
 from labkit.models import tiny_model
 from labkit.quantization import QATConfig, QuantLinear, quantize_
-from labkit.quantization._qat_training import batch_indices
+from labkit.training import batch_indices
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ def test_a_training_resumes_where_it_was_saved(
     assert quantize_(_model(device), config, ids, progress=False).stopped
     steps = []
     monkeypatch.setattr(
-        "labkit.quantization._qat_training.batch_indices",
+        "labkit.training.batch_indices",
         lambda step, *rest: (steps.append(step), batch_indices(step, *rest))[1],
     )
     report = quantize_(halves, dataclasses.replace(config, time_limit_s=None), ids, progress=False)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from labkit import training as qat_training
 from labkit.models import tiny_model
 from labkit.quality import kl_divergence
 from labkit.quantization import (
@@ -18,7 +19,6 @@ from labkit.quantization import (
     quantize_,
     weight_bytes,
 )
-from labkit.quantization import _qat_training as qat_training
 from labkit.quantization._qat_layers import FakeQuantLinear
 from labkit.quantization.gptq import GPTQConfig
 from labkit.quantization.plan import plan

@@ -1,4 +1,5 @@
-"""The loop under quantization-aware training: batches, the loss and its teacher, the schedule, the optimizer."""
+"""A training loop for what follows a conversion (quantizing, merging heads): batches, a loss with a teacher, the
+schedule, the optimizer."""
 
 from __future__ import annotations
 
