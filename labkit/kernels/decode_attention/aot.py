@@ -21,8 +21,8 @@ _UNEVEN = ("kv_heads", "q_len", "block_size", "splits", "table_stride", "vg_stri
 # Bytes a thread that rare cases may spill, by bits, rows and size of head, as measured, and for all others what sm_120
 # takes on its stack; those of every run spill nothing. Two bits are eight fields, and the query and the output as many
 # tiles; heads of 80 leave parts of 10 or 20, which take the room of 16 or 32.
-_SPILLED = {(2, 16, 80): 64, (2, 32, 80): 192, (2, 32, 256): 640, (4, 32, 80): 256, (4, 32, 128): 32, (8, 16, 80): 64}
-_SPILLED |= {(8, 16, 128): 64}
+_SPILLED = {(2, 16, 80): 64, (2, 32, 80): 192, (2, 32, 256): 640, (4, 32, 80): 256, (4, 32, 128): 64, (8, 16, 80): 64}
+_SPILLED |= {(8, 16, 128): 64, (2, 32, 64): 32}
 _STACK = 16
 
 
