@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.labs import _frame, _roofline_compute
+from labkit.labs import _frame, _kv_cache_compute, _kv_cache_steps, _roofline_compute
 from labkit.measure import Ledger
 from tests.labs.fake import WAIT_S, FakeCompute, build
 from tests.labs.roofline_fixtures import CEILINGS
@@ -18,6 +18,19 @@ def ledger(_own_ledger: Path) -> Ledger:
 def fixed_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lab finds the same ceilings wherever the test runs."""
     monkeypatch.setattr(_roofline_compute, "measure_ceilings", lambda device, refresh=False: CEILINGS)
+
+
+@pytest.fixture
+def fixed_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The KV cache's lab finds the same ceilings wherever the test runs and no recorded merge, and clocks briefly."""
+
+    def no_study() -> None:
+        raise FileNotFoundError("kv_merge.json")
+
+    monkeypatch.setattr(_kv_cache_compute, "measure_ceilings", lambda device, refresh=False: CEILINGS)
+    monkeypatch.setattr(_kv_cache_compute, "recorded_merge_study", no_study)
+    monkeypatch.setattr(_kv_cache_compute, "_COLD", 0)
+    monkeypatch.setitem(_kv_cache_steps._MIN_RUN_S, "cpu", 0.0)
 
 
 @pytest.fixture

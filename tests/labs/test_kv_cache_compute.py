@@ -20,16 +20,7 @@ from tests.labs.roofline_fixtures import CEILINGS
 CPU = torch.device("cpu")
 
 
-def no_study():
-    raise FileNotFoundError("kv_merge.json")
-
-
-@pytest.fixture(autouse=True)
-def _fixed(monkeypatch):
-    monkeypatch.setattr(_kv_cache_compute, "measure_ceilings", lambda device, refresh=False: CEILINGS)
-    monkeypatch.setattr(_kv_cache_compute, "recorded_merge_study", no_study)
-    monkeypatch.setattr(_kv_cache_compute, "_COLD", 0)
-    monkeypatch.setitem(_kv_cache_steps._MIN_RUN_S, "cpu", 0.0)
+pytestmark = pytest.mark.usefixtures("fixed_kv_cache")
 
 
 @pytest.fixture(scope="module")

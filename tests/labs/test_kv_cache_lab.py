@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from labkit.labs import _kv_cache_compute, _kv_cache_steps, kv_cache_lab
+from labkit.labs import _kv_cache_compute, kv_cache_lab
 from labkit.labs._figures import COLOURS
 from labkit.labs._kv_cache_result import BITS, SEQ_LENS
 from labkit.labs.kv_cache import _shape, group_size, head_options, how_many_times
@@ -14,16 +14,7 @@ from tests.labs.roofline_fixtures import CEILINGS
 WAIT_S = 60.0
 
 
-def no_study():
-    raise FileNotFoundError("kv_merge.json")
-
-
-@pytest.fixture(autouse=True)
-def _fixed(monkeypatch):
-    monkeypatch.setattr(_kv_cache_compute, "measure_ceilings", lambda device, refresh=False: CEILINGS)
-    monkeypatch.setattr(_kv_cache_compute, "recorded_merge_study", no_study)
-    monkeypatch.setattr(_kv_cache_compute, "_COLD", 0)
-    monkeypatch.setitem(_kv_cache_steps._MIN_RUN_S, "cpu", 0.0)
+pytestmark = pytest.mark.usefixtures("fixed_kv_cache")
 
 
 @pytest.fixture(scope="module")

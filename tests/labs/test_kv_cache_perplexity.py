@@ -6,27 +6,17 @@ from transformers import DynamicCache
 
 from labkit.kv_cache import QuantizedCache
 from labkit.kv_cache.evaluation import cached_perplexity
-from labkit.labs import _kv_cache_compute, _kv_cache_steps
+from labkit.labs import _kv_cache_compute
 from labkit.labs._kv_cache_compute import KVCacheCompute
 from labkit.labs._kv_cache_result import BITS, KVCacheResult
 from labkit.labs._quantization_text import prepare
 from labkit.measure import Label
 from tests.labs.kv_cache_fixtures import OWN, STUDY, loaded, params, run
-from tests.labs.roofline_fixtures import CEILINGS
 
 CPU = torch.device("cpu")
 
 
-def no_study():
-    raise FileNotFoundError("kv_merge.json")
-
-
-@pytest.fixture(autouse=True)
-def _fixed(monkeypatch):
-    monkeypatch.setattr(_kv_cache_compute, "measure_ceilings", lambda device, refresh=False: CEILINGS)
-    monkeypatch.setattr(_kv_cache_compute, "recorded_merge_study", no_study)
-    monkeypatch.setattr(_kv_cache_compute, "_COLD", 0)
-    monkeypatch.setitem(_kv_cache_steps._MIN_RUN_S, "cpu", 0.0)
+pytestmark = pytest.mark.usefixtures("fixed_kv_cache")
 
 
 @pytest.fixture(scope="module")
