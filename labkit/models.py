@@ -200,6 +200,11 @@ def _dequantizing(folder: Path) -> Iterator[dict[str, object]]:
         yield {"quantization_config": CompressedTensorsConfig(dequantize=True)}
 
 
+def plain_model(model: LoadedModel | PreTrainedModel) -> PreTrainedModel:
+    """The model of a LoadedModel; anything else as it is."""
+    return model.model if isinstance(model, LoadedModel) else model
+
+
 def shared_copy(model: LoadedModel | PreTrainedModel) -> LoadedModel | PreTrainedModel:
     """A copy that shares every weight with the original until one side replaces it: it takes next to no memory.
 

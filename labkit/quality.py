@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labkit import _check
-from labkit.models import LoadedModel
+from labkit.models import LoadedModel, plain_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +41,7 @@ def perplexity_stream(
 
     Arguments are checked at the call, not at the first item.
     """
-    model = model.model if isinstance(model, LoadedModel) else model
+    model = plain_model(model)
     return _stream(model, checked_windows(model, token_ids, context_length))
 
 
@@ -200,7 +200,7 @@ def compare_models(
 
     Arguments and errors as there; each model runs once, and its logits are made piece by piece.
     """
-    plain = [m.model if isinstance(m, LoadedModel) else m for m in (reference, model)]
+    plain = [plain_model(m) for m in (reference, model)]
     windows = [checked_windows(m, token_ids, context_length) for m in plain][0]
     sums = torch.zeros(4, dtype=torch.float64)
     for window in windows:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from labkit import _check
 from labkit._progress import progress as progress_bar
 from labkit.attention.merging import check_ids
-from labkit.models import LoadedModel
+from labkit.models import LoadedModel, plain_model
 from labkit.training import Loop, Objective, Teacher, TrainingState
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -103,7 +103,7 @@ def _run(
 
 
 def _plain(name: str, model: object) -> PreTrainedModel:
-    model = model.model if isinstance(model, LoadedModel) else model
+    model = plain_model(model)
     ok = isinstance(model, PreTrainedModel) and hasattr(model, "lm_head")
     _check.require(ok, name, type(model).__name__, "a causal LM of transformers")
     return model

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from labkit import _check
 from labkit._progress import progress as progress_bar
 from labkit.attention._merge_walk import Settings, merged_layers
-from labkit.models import LoadedModel
+from labkit.models import LoadedModel, plain_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PARTS = {"both": ("keys", "values"), "keys": ("keys",), "values": ("values",)}
@@ -73,7 +73,7 @@ def merge_kv_heads_(
     anew. Errors: ValueError for a number that does not divide or is not smaller, for a quantized model and for one of
     another family; the model is then as it was, and so it is after an interrupt.
     """
-    plain = model.model if isinstance(model, LoadedModel) else model
+    plain = plain_model(model)
     settings = _checked(plain, num_key_value_heads, merge, slow_turn, ridge, fit_steps, learning_rate)
     ids = None if calibration is None else _calibration_of(plain, calibration)
     takes = "0 without calibration, and where only keys or only values are merged: copies would part"

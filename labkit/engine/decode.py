@@ -17,7 +17,7 @@ from labkit.engine.sampling import check_sampling, sample, seeded_generator, sto
 from labkit.engine.step import check_model, collect_ops, no_mark, rotary_table, run_step, step_input
 from labkit.kv_cache.interface import DecoderCache
 from labkit.measure import synchronize, track_peak
-from labkit.models import LoadedModel
+from labkit.models import LoadedModel, plain_model
 
 # A cache grows by whole blocks of this many tokens, so that a generation that goes on does not copy it at every call.
 _GROWTH = 256
@@ -64,7 +64,7 @@ class Decoder:
         cache: DecoderCache | None = None,
         cuda_graph: bool | None = None,
     ) -> None:
-        self.model = check_model(model.model if isinstance(model, LoadedModel) else model)
+        self.model = check_model(plain_model(model))
         self._ops = collect_ops(self.model)
         self._turn = threading.RLock()
         # Of the first parameter that is a number still: packed weights have no dtype to compute in.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labkit import _check
-from labkit.models import LoadedModel
+from labkit.models import LoadedModel, plain_model
 from labkit.quality import checked_windows, exp_or_inf
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def cached_perplexity_stream(
 
     Arguments are checked at the call, not at the first item.
     """
-    model = model.model if isinstance(model, LoadedModel) else model
+    model = plain_model(model)
     windows = checked_windows(model, token_ids, context_length)
     _check.require(callable(make_cache), "make_cache", make_cache, "a function without arguments that makes a cache")
     _check.integer("chunk", chunk, 1)

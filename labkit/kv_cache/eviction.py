@@ -16,7 +16,7 @@ from labkit.kv_cache.memory import cache_nbytes
 from labkit.kv_cache.needle import NeedlePrompt, find_needles, needle_prompts
 from labkit.kv_cache.sinks import SinkCache
 from labkit.kv_cache.snapkv import SnapKVCache
-from labkit.models import LoadedModel
+from labkit.models import LoadedModel, plain_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,7 +50,7 @@ def eviction_cache(model: PreTrainedModel | LoadedModel, method: str, n_tokens: 
     method: "full", "window" (the latest tokens), "sinks" (the first four and the latest), "heavy_hitters", "snapkv".
     """
     _check.choice("method", method, EVICTION_METHODS)
-    model = model.model if isinstance(model, LoadedModel) else model
+    model = plain_model(model)
     _check.integer("n_tokens", n_tokens, {"sinks": 5, "snapkv": _SNAPKV_WINDOW}.get(method, 1))
     return {
         "full": DynamicCache,

@@ -10,7 +10,7 @@ import torch
 
 from labkit import _check
 from labkit.measure import device_lock, synchronize
-from labkit.models import LoadedModel
+from labkit.models import LoadedModel, plain_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ def time_generation(
 ) -> Generation:
     """Greedy generation of exactly `new_tokens` after `prompt (1, prompt_length)`, with a cache and without, in turns;
     the median of `repeats` each, after one short call of both. Errors: RuntimeError where the two differ in a token."""
-    model = model.model if isinstance(model, LoadedModel) else model
+    model = plain_model(model)
     _check.tensor("prompt", prompt, ndim=2)
     _check.integer("new_tokens", new_tokens, 1)
     _check.integer("repeats", repeats, 1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from labkit import _check
 from labkit.corpora import load_text
 from labkit.kv_cache.evaluation import fresh_cache
-from labkit.models import LoadedModel
+from labkit.models import LoadedModel, plain_model
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
@@ -149,7 +149,7 @@ def find_needles_stream(
     chunk: int | None = None,
 ) -> Iterator[NeedleCount]:
     """As `find_needles`, prompt by prompt: yields the count so far. Arguments are checked at the call."""
-    model = model.model if isinstance(model, LoadedModel) else model
+    model = plain_model(model)
     _check.require(len(prompts) > 0, "prompts", "none", "at least one NeedlePrompt")
     if chunk is not None:
         _check.integer("chunk", chunk, 1)

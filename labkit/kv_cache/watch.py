@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from labkit import _check
 from labkit.kv_cache.evicting import EvictingCache, EvictingLayer, checked_shape
-from labkit.models import LoadedModel
+from labkit.models import LoadedModel, plain_model
 
 
 class WatchedLayer(EvictingLayer):
@@ -81,7 +81,7 @@ class WatchedCache(EvictingCache):
 
 def plain(model: PreTrainedModel | LoadedModel) -> PreTrainedModel:
     """The model of `transformers` itself. Errors: ValueError for one whose attention cannot be watched."""
-    model = model.model if isinstance(model, LoadedModel) else model
+    model = plain_model(model)
     takes = "a LoadedModel or a model of transformers, not compiled: a compiled one runs no hooks"
     compiled = getattr(model, "_compiled_call_impl", None) is not None
     got = f"{type(model).__name__}{', compiled' if compiled else ''}"

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from labkit import _check
 from labkit._progress import progress as progress_bar
-from labkit.models import LoadedModel
+from labkit.models import LoadedModel, plain_model
 from labkit.quantization import awq, fp8, gptq, qat, rtn, smoothquant
 from labkit.quantization._memory import give_back_freed_memory
 from labkit.quantization.awq import AWQConfig
@@ -87,7 +87,7 @@ def quantize_(
     which layers are done, for whatever goes wrong in the middle.
     """
     begin = time.perf_counter()
-    model = model.model if isinstance(model, LoadedModel) else model
+    model = plain_model(model)
     known = " or ".join(kind.__name__ for kind in _ROOMS)
     _check.require(type(config) in _ROOMS, "config", type(config).__name__, f"{known}")
     todo = plan(model, modules_to_not_convert)
@@ -207,7 +207,7 @@ def quantize_embedding_(model: PreTrainedModel | LoadedModel, config: RTNConfig)
 
     Errors: ValueError for a table that is packed already or not finite, and groups that do not divide its width.
     """
-    model = model.model if isinstance(model, LoadedModel) else model
+    model = plain_model(model)
     table = model.get_input_embeddings()
     # Subclasses do more than look up: Gemma's scales the rows.
     _check.require(type(table) is nn.Embedding, "model", f"an input {type(table).__name__}", "a float nn.Embedding")

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from labkit import _check
 from labkit.kernels.types import PackedWeight
-from labkit.models import LoadedModel
+from labkit.models import LoadedModel, plain_model
 from labkit.quantization import layouts
 from labkit.quantization.calibration import decoder_layers
 from labkit.quantization.layout_config import FORMATS, Matrices, quantization_config
@@ -56,7 +56,7 @@ def save_quantized(
     `labkit.quality.perplexity` does, wants `quantization_config=CompressedTensorsConfig(dequantize=True)` at loading.
     Errors: ValueError, before anything is written, for what the layout cannot hold, naming the matrix and what can.
     """
-    loaded, model = model, model.model if isinstance(model, LoadedModel) else model
+    loaded, model = model, plain_model(model)
     tokenizer = loaded.tokenizer if tokenizer is None and isinstance(loaded, LoadedModel) else tokenizer
     _check.choice("format", format, FORMATS)
     _check.integer("max_shard_bytes", max_shard_bytes, 1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from labkit.models import LoadedModel
+from labkit.models import LoadedModel, plain_model
 from labkit.quantization.calibration import LayerInputs, LayerTask, check_calibration
 from labkit.quantization.plan import check_weights, plan
 
@@ -163,7 +163,7 @@ def fold_model_(
     Errors: ValueError, before anything is touched, for what is no transformers model, for one that is quantized, for
     weights that are not finite or that the config's groups do not fit, and for calibration that is not that.
     """
-    model = model.model if isinstance(model, LoadedModel) else model
+    model = plain_model(model)
     layers = plan(model, ()).layers
     for _, _, linears in layers:
         check_weights(linears, config)

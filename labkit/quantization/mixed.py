@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from labkit import _check
 from labkit.kernels.bits import PACKED_BITS
-from labkit.models import LoadedModel
+from labkit.models import LoadedModel, plain_model
 from labkit.quantization.calibration import check_calibration
 from labkit.quantization.plan import check_weights, plan
 from labkit.quantization.primitives import group_length
@@ -34,7 +34,7 @@ def sensitivity(
     since what it costs in quality is the question and not what it saves. Arguments are checked at the call; the model
     is as it was after each item.
     """
-    model = model.model if isinstance(model, LoadedModel) else model
+    model = plain_model(model)
     linears = plan(model, modules_to_not_convert).linears
     chosen = list(linears) if names is None else list(names)
     for name in chosen:

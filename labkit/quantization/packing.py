@@ -8,7 +8,7 @@ from torch import nn
 from labkit import _check
 from labkit.kernels.bits import pack_bits, unpack_bits, words_per_row
 from labkit.kernels.types import PackedWeight
-from labkit.models import LoadedModel
+from labkit.models import LoadedModel, plain_model
 from labkit.quantization.primitives import SCALE_DTYPE, Grid
 
 __all__ = ["PackedWeight", "pack_bits", "pack_weight", "unpack_bits", "weight_bytes", "words_per_row"]
@@ -49,6 +49,6 @@ def weight_bytes(model: nn.Module | LoadedModel) -> int:
 
     A tied embedding counts once; what is no weight (rotary tables) is left out.
     """
-    model = model.model if isinstance(model, LoadedModel) else model
+    model = plain_model(model)
     _check.require(isinstance(model, nn.Module), "model", type(model).__name__, "a LoadedModel or a torch module")
     return sum(tensor.nbytes for tensor in _weights(model))

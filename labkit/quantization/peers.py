@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from labkit import _check
 from labkit.model_files.convert import quiet_transformers
-from labkit.models import LoadedModel
+from labkit.models import LoadedModel, plain_model
 from labkit.quality import perplexity
 from labkit.quantization._peer_checkpoint import Checkpoint, dequantized, read_checkpoint
 from labkit.quantization._peer_environments import OURS, PEERS, Peer, find, missing
@@ -50,7 +50,7 @@ _DTYPES = {"GPTQ": "float32", "AWQ": "bfloat16"}
 
 def _save_model(model: PreTrainedModel | LoadedModel, folder: Path) -> None:
     """The float model, with its tokenizer or a stand-in: GPTQModel wants one and is given token ids only."""
-    bare = model.model if isinstance(model, LoadedModel) else model
+    bare = plain_model(model)
     with quiet_transformers():
         bare.save_pretrained(folder)
     if isinstance(model, LoadedModel):
@@ -99,7 +99,7 @@ def run_peer(
     Errors: PeerUnavailable (a RuntimeError) where it is not installed, saying how to get it; PeerFailed for a run
     without a result, with the last lines that it printed; ValueError for wrong arguments.
     """
-    peer, bare = find(peer), model.model if isinstance(model, LoadedModel) else model
+    peer, bare = find(peer), plain_model(model)
     _check.require(isinstance(bare, PreTrainedModel), "model", type(bare).__name__, "a float model of transformers")
     _check.choice("method", method, peer.methods)
     _check.choice("bits", bits, (4,) if method == "AWQ" else (2, 3, 4, 8))
@@ -124,7 +124,7 @@ def run_peer(
 
 def collect(peer: Peer | str, model: PreTrainedModel | LoadedModel, evaluation_ids: Tensor, folder: Path) -> PeerResult:
     """What a runner left in the `folder` that `run_peer` was given, measured; arguments and errors as there."""
-    peer, bare = find(peer), model.model if isinstance(model, LoadedModel) else model
+    peer, bare = find(peer), plain_model(model)
     settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
     found = read_result(folder, peer.title)
     checkpoint = _checkpoint(peer, folder / "checkpoint")
