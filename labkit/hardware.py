@@ -28,9 +28,11 @@ __all__ = [
     "datasheet_by_name",
     "describe",
     "detect_device",
+    "installed",
     "measure_ceilings",
     "measured_dtypes",
     "set_threads",
+    "why_not_installed",
 ]
 
 
@@ -79,12 +81,27 @@ _OPTIONAL = {
 }
 
 
+def installed(module: str) -> bool:
+    """Whether a module can be imported. A folder without code of its own, which another distribution's package may
+    leave under the same name, is none."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # the package that it would lie in
+        return False
+    return spec is not None and spec.origin is not None
+
+
+def why_not_installed(name: str) -> str | None:
+    """Why an optional backend of `backends` cannot be imported, with how to get it; None where it can."""
+    module, how = _OPTIONAL[_check.choice("name", name, list(_OPTIONAL))]
+    return None if installed(module) else f"not installed; {how}"
+
+
 def backends() -> dict[str, str | None]:
     """Each backend by name: None where it can be used here, else one line that says why not and how to get it."""
     gpu = None if torch.cuda.is_available() else "no CUDA device was found by torch"
     found: dict[str, str | None] = {"torch": None, "cuda": gpu}
-    for name, (module, how) in _OPTIONAL.items():
-        found[name] = None if importlib.util.find_spec(module) else f"not installed; {how}"
+    found |= {name: why_not_installed(name) for name in _OPTIONAL}
     if found["triton"] is None and gpu:
         found["triton"] = f"installed, but {gpu}; its kernels run here under TRITON_INTERPRET=1 only"
     return found

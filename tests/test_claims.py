@@ -9,6 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labkit._table import Table, readable
+from labkit.attention.traffic import (
+    AttentionShape,
+    flash_cost,
+    flash_extra_bytes,
+    standard_costs,
+    standard_extra_bytes,
+)
 from labkit.claims import (
     NOT_MEASURED,
     Claim,
@@ -30,15 +37,15 @@ PROMISED = [
     "140 GB", "810 GB", "trillions of FLOPs", "128k context", "60% of memory", "saves 75% of the cache", "leaves 1/G",
     "MQA leaves 1/h", "INT4 KV cache saves 75%", "at most 0.5 perplexity", "INT4 weights save 75%", "32/b",
     "30% faster", "cost 1% of quality", "1 to 3% of quality", "code and mathematics", "AWQ runs faster",
-    "norms must not be quantized", "grows with n, not with n²", "2 to 4 times faster than standard", "under 512 tokens",
-    "Ampere card or later", "80% acceptance is 5", "50% acceptance is 2", "75 to 85%", "2.5 to 3.8",
-    "costs as much as generating one",
+    "norms must not be quantized", "grows with n, not with n²", "2 to 4 times faster than standard",
+    "under 512 tokens", "Ampere card or later", "extra memory grows with n².", "exact, not an approximation",
+    "FlashAttention computes less", "9 times fewer bytes", "backward pass slower", "makes decoding faster.",
+    "80% acceptance is 5", "50% acceptance is 2", "75 to 85%", "2.5 to 3.8", "costs as much as generating one",
     "grows linearly with n", "Without a KV cache, the time", "A KV cache makes generation 5 times faster",
-    "Averaging the KV heads", "MLA saves 93.3%", "An 8-bit KV cache loses nothing", "quantized KV cache makes decoding",
-    "last tokens alone breaks", "few first tokens kept beside the window",
+    "Averaging the KV heads", "MLA saves 93.3%", "An 8-bit KV cache loses nothing",
+    "quantized KV cache makes decoding", "last tokens alone breaks", "few first tokens kept beside the window",
     "fewer than 100 new tokens", "under 4%", "2 to 3 times the speed", "1.8 times", "it 3 times faster",
-    "on top it is 5 times faster",
-    "on top it is 8 times faster", "100% to 30%",
+    "on top it is 5 times faster", "on top it is 8 times faster", "100% to 30%",
 ]  # fmt: skip
 
 
@@ -175,6 +182,63 @@ def test_chapter_three_quotes_what_its_sources_come_to():
     assert BY_ID["int4-kv-saves-75"].literature.value == pytest.approx(
         shares["int4-kv-saves-75"]["g32, no recent window"], abs=0.005
     )
+
+
+def _attention_ratios() -> dict[str, object]:
+    """Chapter 04's figures that need no clock: FLOPs, bytes and extra memory, counted at GPT-2 medium's shape."""
+
+    def shape(length: int, causal: bool = False) -> AttentionShape:
+        return AttentionShape(1, 16, 16, length, length, 64, causal)
+
+    def ratio(field: str, blocks: tuple[int, int], at: AttentionShape) -> float:
+        standard = sum(getattr(cost, field) for cost in standard_costs(at, "float16"))
+        return getattr(flash_cost(at, "float16", blocks), field) / standard
+
+    extra = [flash_extra_bytes(shape(n)) for n in (4096, 8192)]
+    matrix = [standard_extra_bytes(shape(n), "float16") for n in (4096, 8192)]
+    return {
+        "standard-memory-quadratic": matrix[1] / matrix[0],
+        "flash-memory-linear": extra[1] / extra[0],
+        "flash-computes-less": {
+            f"{name}": ratio("flops", (128, 128), shape(8192, name == "causal")) for name in ("all keys", "causal")
+        },
+        "flash-moves-9x-less": {
+            f"{n} queries a block": 1 / ratio("bytes", (n, 64), shape(8192)) for n in (64, 128, 512)
+        },
+        "flash-needs-ampere": {"CPU": 0.0},
+    }
+
+
+def test_chapter_four_comes_to_the_known_verdicts():
+    table = claims_table(4, _attention_ratios())
+    verdicts = {row.claim.id: row.verdict for row in table.rows}
+    assert list(verdicts) == [claim.id for claim in load_claims(4)] and len(verdicts) == 10
+    assert verdicts["standard-memory-quadratic"] == verdicts["flash-memory-linear"] == "holds"
+    assert verdicts["flash-computes-less"] == "holds only when: causal"
+    assert verdicts["flash-moves-9x-less"] == "holds only when: 512 queries a block"
+    assert verdicts["flash-needs-ampere"] == "does not hold"
+    assert verdicts["flash-2-to-4x"] == verdicts["flash-is-exact"] == verdicts["flash-backward-slower"] == NOT_MEASURED
+    # The claim that was refuted must be one that a kernel could bear out, and the one that holds one it could fail.
+    assert verdict(BY_ID["flash-backward-slower"], 0.9) == verdict(BY_ID["flash-is-exact"], 2.1) == "does not hold"
+    assert verdict(BY_ID["flash-nothing-under-512"], 1.2) == verdict(BY_ID["flash-2-to-4x"], 5.0) == "does not hold"
+    assert verdict(BY_ID["flash-speeds-decoding"], 1.0) == verdict(BY_ID["flash-memory-linear"], 4.0) == "does not hold"
+    assert verdict(BY_ID["flash-memory-linear"], 1.06) == "holds"  # most of it is a tile of fixed size
+
+
+def test_chapter_four_quotes_what_its_sources_come_to():
+    flops, moved = BY_ID["flash-computes-less"].literature, BY_ID["flash-moves-9x-less"].literature
+    time = BY_ID["flash-backward-slower"].literature
+    for literature, big, small, inverse in (
+        (flops, 75.2, 66.6, False),
+        (moved, 40.3, 4.4, False),
+        (time, 41.7, 7.3, True),
+    ):
+        assert str(big) in literature.text and str(small) in literature.text
+        assert literature.value == pytest.approx(small / big if inverse else big / small, rel=0.005)
+    counted = _attention_ratios()["flash-moves-9x-less"]
+    for queries in (64, 128, 512):
+        assert counted[f"{queries} queries a block"] == pytest.approx(2 * queries / 64, rel=0.1)
+    assert all(claim.literature.status != "read" for claim in load_claims(4) if "figure 2" in claim.literature.source)
 
 
 @pytest.mark.parametrize(("claim_id", "alpha"), [("acceptance-80-gives-5x", 0.8), ("acceptance-50-gives-2x", 0.5)])

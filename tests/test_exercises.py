@@ -4,14 +4,19 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labkit import exercises
 from labkit.exercises import _ch01_speed, _session, check, hint, status
 from labkit.exercises._exercise import Exercise, Failed, without_labkit
+from labkit.exercises._watch import watched, without_fused_attention
 from labkit.exercises.ch01 import EXERCISES as CH01
 from labkit.exercises.ch01 import measured_decode
 from labkit.exercises.ch02 import EXERCISES as CH02
 from labkit.exercises.ch03 import EXERCISES as CH03
+from labkit.exercises.ch04 import EXERCISES as CH04
 from labkit.kernels.bits import words_per_row
 from labkit.measure import Label, Measurement
 from labkit.models import LoadedModel, model_config, tiny_model
@@ -28,7 +33,12 @@ def _solutions_of(chapter: str):
 
 
 ch01 = _solutions_of("ch01")
-CHAPTERS = {1: (CH01, ch01), 2: (CH02, _solutions_of("ch02")), 3: (CH03, _solutions_of("ch03"))}
+CHAPTERS = {
+    1: (CH01, ch01),
+    2: (CH02, _solutions_of("ch02")),
+    3: (CH03, _solutions_of("ch03")),
+    4: (CH04, _solutions_of("ch04")),
+}
 NAMES = [exercise.name for registered, _ in CHAPTERS.values() for exercise in registered]
 ANSWERS, STUBS, SOLUTIONS, WRONGS = (
     {name: value for _, texts in CHAPTERS.values() for name, value in getattr(texts, table).items()}
@@ -249,6 +259,48 @@ def test_the_tripwire_of_a_room_sees_all_its_modules_and_no_other():
         assert without_labkit(call, modules) == 1
 
 
+def test_a_watch_counts_what_lives_at_once_and_a_storage_once():
+    given = torch.zeros(10, 30)
+
+    def let_go(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(5):
+            (x @ x.T).sum()  # 100 and 1, gone before the next
+        return x.T.contiguous()  # a copy of 300
+
+    def keep(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x @ x.T for _ in range(5)]
+
+    def view(x: torch.Tensor) -> list[torch.Tensor]:
+        product = x @ x.T
+        return [product.T, product[1:], product.view(-1), x[:5]]
+
+    assert watched(let_go, given)[1].peak == 300
+    assert watched(keep, given)[1].peak == 500
+    value, seen = watched(view, given)
+    assert seen.peak == 100 and value[0].shape == (10, 10)
+    assert {(10, 10), (9, 10), (100,), (5, 30)} <= seen.shapes
+    assert (10, 30) not in watched(lambda x: x[0] > 0, given)[1].shapes
+    assert watched(lambda x: torch.ones(20, 30, dtype=torch.bool), given)[1].peak == 600
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+def test_a_watch_sees_attention_computed_whole_however_it_is_called(backend):
+    given = torch.ones(1, 1, 4, 8)
+    calls = [
+        F.scaled_dot_product_attention,
+        torch._C._nn.scaled_dot_product_attention,
+        lambda q, k, v: F.scaled_dot_product_attention(query=q, key=k, value=v),
+        lambda q, k, v: torch.nn.MultiheadAttention(8, 1)(q[0], k[0], v[0]),
+    ]
+    if backend is SDPBackend.FLASH_ATTENTION:
+        calls.append(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
+    with sdpa_kernel(backend):
+        for call in calls:
+            with pytest.raises(Failed, match="which computes attention whole"):
+                without_fused_attention(watched(call, given, given, given)[1])
+    without_fused_attention(watched(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, given, given, given)[1])
+
+
 @pytest.mark.parametrize(
     ("name", "module"),
     [
@@ -264,6 +316,12 @@ def test_the_tripwire_of_a_room_sees_all_its_modules_and_no_other():
         ("fixed_attention", "attention/mha"),
         ("fixed_attention", "kernels/decode_attention/reference"),
         ("fixed_attention", "kv_cache/paged"),
+        ("attention_traffic", "attention/traffic"),
+        ("online_softmax", "kernels/flash_attention/tiled"),
+        ("tiled_attention", "kernels/flash_attention/tiled"),
+        ("tiled_attention", "attention/implementations"),
+        ("block_backward", "kernels/flash_attention/tiled"),
+        ("fixed_flash_attention", "kernels/flash_attention/reference"),
     ],
 )
 def test_what_a_chapter_teaches_may_not_be_called_in_its_exercise(name, module):

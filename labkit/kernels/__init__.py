@@ -13,11 +13,12 @@ from labkit import _check
 from labkit.kernels._backend import BackendUnavailable, Choice, interpret_without_gpu, why_no_triton
 from labkit.kernels.decode_attention import decode_attention
 from labkit.kernels.dense_linear import dense_linear
+from labkit.kernels.flash_attention import flash_attention
 from labkit.kernels.kv_quantize import kv_quantize
 from labkit.kernels.quantized_linear import quantized_linear
 from labkit.kernels.types import PackedWeight, QuantizedKV
 
-OPS = ("decode_attention", "dense_linear", "kv_quantize", "quantized_linear")
+OPS = ("decode_attention", "dense_linear", "flash_attention", "kv_quantize", "quantized_linear")
 
 __all__ = [
     "OPS",
@@ -28,6 +29,7 @@ __all__ = [
     "choose_backend",
     "decode_attention",
     "dense_linear",
+    "flash_attention",
     "interpret_without_gpu",
     "kv_quantize",
     "quantized_linear",

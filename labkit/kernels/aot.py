@@ -30,12 +30,13 @@ SHARED_BYTES = {
 }
 # Columns of tensor memory, which only this one has.
 TENSOR_MEMORY = 512
-ROOMS = ("quantized_linear", "decode_attention", "kv_quantize")
+ROOMS = ("quantized_linear", "decode_attention", "kv_quantize", "flash_attention")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One compilation: a kernel, the types of its arguments, its constants. `spill_bytes` is the most it may spill.
+    """One compilation: a kernel, the types of its arguments, its constants. `spill_bytes` is the most it may spill, and
+    `max_registers` what the compiler is told to give a thread at most.
 
     `signature`: Triton's type by argument, such as "*bf16" or "i32"; constants are left out. Pointers, and the integers
     that `divisible` names, are promised to be multiples of 16, as a launch finds out for itself.
@@ -47,6 +48,7 @@ class Case:
     constants: Mapping[str, object]
     num_warps: int = 4
     num_stages: int = 2
+    max_registers: int | None = None
     divisible: tuple[str, ...] = ()
     spill_bytes: int = 0
     capabilities: tuple[int, ...] = tuple(SHARED_BYTES)
@@ -99,7 +101,7 @@ def compile_case(case: Case, capability: int) -> Compiled:
         constexprs={(names.index(name),): value for name, value in case.constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "maxnreg": case.max_registers}
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     except Exception as error:  # whatever the compiler raises is the finding

@@ -7,10 +7,12 @@ import importlib
 
 _MODULE_OF = {
     "eviction_lab": "labkit.labs.eviction",
+    "flash_attention_lab": "labkit.labs.flash_attention",
     "kv_cache_lab": "labkit.labs.kv_cache",
     "paging_lab": "labkit.labs.paging",
     "quantization_lab": "labkit.labs.quantization",
     "roofline_lab": "labkit.labs.roofline",
+    "tile_walk_lab": "labkit.labs.tile_walk",
 }
 
 __all__ = [*_MODULE_OF]

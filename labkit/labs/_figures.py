@@ -41,6 +41,9 @@ COLOURS = {
     "sinks + window": GREEN,
     "heavy hitters": ORANGE,
     "SnapKV": PURPLE,
+    "standard attention": VERMILLION,
+    "native attention": BLUE,
+    "own attention": GREEN,
 }
 
 TEMPLATE = go.layout.Template(

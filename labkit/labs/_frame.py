@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import ipywidgets as widgets
@@ -33,7 +33,7 @@ _BUNDLE_WAIT_S = 180.0
 
 @dataclass(frozen=True)
 class LabSpec:
-    """One lab. `knobs` are at most three widgets with a `value`, by the name under which `params` takes them.
+    """One lab. `knobs`: at most three widgets with a `value`, by the name that `params` takes; `switches`: lesser ones.
 
     `params(**values)` gives the frozen dataclass that `compute` takes. `figure()` builds the empty figure once;
     `draw(figure, result, earlier)` sets its traces' data, `earlier` being the finished results before, oldest first.
@@ -49,10 +49,16 @@ class LabSpec:
     draw: Callable[[go.Figure, LabResult, Sequence[LabResult]], None]
     device: torch.device
     prediction: Prediction | None = None
+    switches: Mapping[str, widgets.ValueWidget] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.knobs) <= 3:
             raise ValueError(f"knobs: got {list(self.knobs)}; takes one to three")
+
+    @property
+    def controls(self) -> dict[str, widgets.ValueWidget]:
+        """Knobs and switches, by name."""
+        return {**self.knobs, **self.switches}
 
 
 class Lab(widgets.VBox):
@@ -68,7 +74,7 @@ class Lab(widgets.VBox):
         self.traceback = ""
         self.result: LabResult | None = None
         self.finished: tuple[LabResult, ...] = ()
-        self._defaults = {name: knob.value for name, knob in spec.knobs.items()}
+        self._defaults = {name: knob.value for name, knob in spec.controls.items()}
         self._quiet = False
         self._history_lock = threading.Lock()
         self._png: tuple[LabResult | None, bytes | None] = (None, None)
@@ -78,7 +84,7 @@ class Lab(widgets.VBox):
         self.figure._config = self.figure._config | {"responsive": True, "displaylogo": False}
         super().__init__(self._build(), layout={"width": "100%"})
         self.add_class("labkit-lab")
-        for knob in spec.knobs.values():
+        for knob in spec.controls.values():
             if hasattr(knob, "continuous_update"):
                 knob.continuous_update = False
             knob.observe(self._moved, "value")
@@ -99,7 +105,7 @@ class Lab(widgets.VBox):
         self.status = StatusLine()
         self.numbers = widgets.HTML()
         self.prediction = PredictionBox(spec.prediction) if spec.prediction else None
-        controls = widgets.HBox([*spec.knobs.values()], layout={"flex_flow": "row wrap"})
+        controls = widgets.HBox([*spec.controls.values()], layout={"flex_flow": "row wrap"})
         actions = widgets.HBox([self._again, reset, self._export, self.status], layout={"align_items": "center"})
         parts = [widgets.HTML(STYLE + head + how), self.prediction, controls, actions, self.numbers]
         parts += [self.figure, Refit(layout={"width": "100%"})]
@@ -110,7 +116,7 @@ class Lab(widgets.VBox):
         """Measure the setting that the knobs show."""
         self.status.running(Progress("Starting"))
         self._again.description = "Stop"
-        self._worker.submit({name: knob.value for name, knob in self.spec.knobs.items()})
+        self._worker.submit({name: knob.value for name, knob in self.spec.controls.items()})
 
     def stop(self) -> None:
         """Cancel what is being measured; what stands on the figure stays."""
@@ -125,7 +131,7 @@ class Lab(widgets.VBox):
             self.finished = ()
         self._quiet = True
         try:
-            for name, knob in self.spec.knobs.items():
+            for name, knob in self.spec.controls.items():
                 knob.value = self._defaults[name]
         finally:
             self._quiet = False

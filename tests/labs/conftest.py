@@ -2,7 +2,14 @@ from pathlib import Path
 
 import pytest
 
-from labkit.labs import _frame, _kv_cache_compute, _kv_cache_steps, _roofline_compute
+from labkit.labs import (
+    _flash_attention_compute,
+    _flash_attention_steps,
+    _frame,
+    _kv_cache_compute,
+    _kv_cache_steps,
+    _roofline_compute,
+)
 from labkit.measure import Ledger
 from tests.labs.fake import WAIT_S, FakeCompute, build
 from tests.labs.roofline_fixtures import CEILINGS
@@ -31,6 +38,15 @@ def fixed_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_kv_cache_compute, "recorded_merge_study", no_study)
     monkeypatch.setattr(_kv_cache_compute, "_COLD", 0)
     monkeypatch.setitem(_kv_cache_steps._MIN_RUN_S, "cpu", 0.0)
+
+
+@pytest.fixture
+def fixed_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention lab finds the same ceilings wherever the test runs, and clocks briefly."""
+    monkeypatch.setattr(_flash_attention_compute, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(_flash_attention_compute, "_BUDGET_S", 0.0)
+    monkeypatch.setattr(_flash_attention_compute, "_BRIEF_S", 0.0)
+    monkeypatch.setattr(_flash_attention_steps, "peak_memory", lambda op, device: op().nbytes)
 
 
 @pytest.fixture

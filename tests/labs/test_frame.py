@@ -1,8 +1,10 @@
 import dataclasses
 import threading
 
+import ipywidgets as widgets
 import pytest
 
+from labkit.labs._frame import Lab
 from labkit.labs._worker import Run
 from labkit.measure import device_lock
 from tests.labs.fake import WAIT_S, FakeCompute, Params, Result, build, move, wait_until
@@ -221,3 +223,23 @@ def test_at_most_three_knobs(lab):
     knob = lab.spec.knobs["size"]
     with pytest.raises(ValueError, match="knobs: got .*takes one to three"):
         dataclasses.replace(lab.spec, knobs={str(i): knob for i in range(4)})
+
+
+def test_a_switch_is_bound_as_a_knob_and_not_counted_as_one(lab, compute):
+    switch, knob = widgets.Checkbox(value=True), lab.spec.knobs["size"]
+    seen = []
+    spec = dataclasses.replace(
+        lab.spec,
+        knobs={"size": knob},
+        switches={"on": switch},
+        params=lambda size, on: seen.append(on) or Params(size),
+    )
+    other = Lab(spec)
+    assert other.wait(WAIT_S)
+    switch.value = False
+    assert other.wait(WAIT_S)
+    other.reset()
+    assert other.wait(WAIT_S)
+    assert seen == [True, False, True] and switch.value is True
+    three = {str(i): widgets.IntSlider() for i in range(3)}
+    assert list(dataclasses.replace(spec, knobs=three).controls) == ["0", "1", "2", "on"]

@@ -63,16 +63,31 @@ _KV = (
     "labkit/kernels/kv_types.py",
     "labkit/kernels/_tensor_fields.py",
 )
+_FLASH = (
+    "labkit/kernels/flash_attention/*.py",
+    "labkit/attention/implementations.py",
+    "labkit/attention/_runners.py",
+)
 _ENGINE = ("labkit/engine/*.py", "labkit/kernels/dense_linear/*.py")
 
-# In the order they run: what the others are held against comes first.
+# In the order they run: what the others are held against comes first. Together they fill six minutes.
 SECTIONS = (
-    Section("environment", "labkit.cli.gpu_sections.machine:environment"),
-    Section("ceilings", "labkit.cli.gpu_sections.machine:ceilings", ("labkit/hardware.py", "labkit/measure.py")),
-    Section("tests", "labkit.cli.gpu_sections.tests:gpu_tests", (*_ENGINE, "labkit/kernels/**/triton.py")),
-    Section("decoder_1b", "labkit.cli.gpu_sections.decoder:decoder_1b", _ENGINE),
+    Section("environment", "labkit.cli.gpu_sections.machine:environment", timeout_s=20.0),
+    Section(
+        "ceilings",
+        "labkit.cli.gpu_sections.machine:ceilings",
+        ("labkit/hardware.py", "labkit/measure.py"),
+        timeout_s=40.0,
+    ),
+    Section(
+        "tests",
+        "labkit.cli.gpu_sections.tests:gpu_tests",
+        (*_ENGINE, "labkit/kernels/**/triton.py", "labkit/kernels/**/backward*.py", "labkit/attention/registration.py"),
+    ),
+    Section("decoder_1b", "labkit.cli.gpu_sections.decoder:decoder_1b", _ENGINE, timeout_s=40.0),
     Section("decoder_8b", "labkit.cli.gpu_sections.decoder:decoder_8b", _ENGINE),
     Section("quantized_linear", "labkit.cli.gpu_sections.quantized_linear:quantized_linear", _PACKED),
     Section("decode_attention", "labkit.cli.gpu_sections.decode_attention:decode_attention", _KV),
-    Section("eight_bit", "labkit.cli.gpu_sections.eight_bit:eight_bit", _EIGHT_BIT),
+    Section("flash_attention", "labkit.cli.gpu_sections.flash_attention:flash_attention", _FLASH),
+    Section("eight_bit", "labkit.cli.gpu_sections.eight_bit:eight_bit", _EIGHT_BIT, timeout_s=35.0),
 )

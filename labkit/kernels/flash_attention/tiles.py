@@ -1,0 +1,30 @@
+"""The tiles of the score matrix that FlashAttention visits, and those that the causal mask spares it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries q_start to q_stop against keys k_start to k_stop; `partial` where the causal mask cuts through it."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    partial: bool
+
+
+def tiles(q_len: int, kv_len: int, block_sizes: tuple[int, int], causal: bool) -> Iterator[Tile]:
+    """The tiles of `block_sizes` (queries, keys) in the order of the forward pass: along the keys, then down.
+
+    Causal, query i stands at place i + kv_len - q_len: tiles that lie wholly past their last query's place are left
+    out. The last tile of either axis is as long as what is left.
+    """
+    block_q, block_k = block_sizes
+    offset = kv_len - q_len
+    for q_start in range(0, q_len, block_q):
+        q_stop = min(q_start + block_q, q_len)
+        for k_start in range(0, min(kv_len, q_stop + offset) if causal else kv_len, block_k):
+            k_stop = min(k_start + block_k, kv_len)
+            yield Tile(q_start, q_stop, k_start, k_stop, causal and k_stop - 1 > q_start + offset)
