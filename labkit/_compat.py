@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import os
 from collections.abc import Iterator
 
@@ -18,6 +19,12 @@ def quiet_profiler() -> Iterator[None]:
         os.dup2(saved, 2)
         os.close(saved)
         os.close(null)
+
+
+def quiet_renderer() -> None:
+    """Keep a message that plotly's renderer logs with a traceback and then ignores, of a line that it read half (seen
+    with choreographer 1.4 on a busy machine), out of notebooks."""
+    logging.getLogger("choreographer").setLevel(logging.CRITICAL)
 
 
 def name_attention(name: str) -> None:

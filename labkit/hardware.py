@@ -75,6 +75,10 @@ def datasheet_by_name(name: str) -> Datasheet | None:
 _OPTIONAL = {
     "triton": ("triton", "pip install -r requirements.txt on Linux"),
     "flash-attn": ("flash_attn", "pip install flash-attn --no-build-isolation, with nvcc and a GPU"),
+    "flash-attn-4": (
+        "flash_attn.cute",
+        'pip install "flash-attn-4[cu13]" (without [cu13] for CUDA 12), for Hopper and Blackwell GPUs',
+    ),
     "gptqmodel": ("gptqmodel", "an environment of its own (chapter 02)"),
     "auto-gptq": ("auto_gptq", "an environment of its own with transformers 4.51 (chapter 02)"),
     "autoawq": ("awq", "an environment of its own with transformers 4.51 (chapter 02)"),

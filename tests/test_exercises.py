@@ -110,6 +110,13 @@ def test_a_wrong_answer_fails_and_the_message_names_the_property(name, _, source
     assert says in result.message
 
 
+def test_an_operator_that_pytorch_lacks_is_no_untouched_stub():
+    """PyTorch raises NotImplementedError as a stub does."""
+    result = check("online_softmax", lambda *_: torch.ones(2, 2, dtype=torch.bool) @ torch.ones(2, 2, dtype=torch.bool))
+    assert result.passed is False
+    assert "your function raised NotImplementedError" in result.message
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_untouched_stub_is_not_attempted(name):
     for result in (check(name, _answer(name, STUBS[name])), check(name, None), check(name, ...)):

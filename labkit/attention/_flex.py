@@ -26,7 +26,8 @@ _seen: set[tuple] = set()
 def run(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Attention of `(batch, heads, q_len, head_dim)`; the first call of a shape compiles, for seconds.
 
-    Errors: NotImplementedError for gradients on a CPU.
+    PyTorch keeps eight compiled shapes of a function. Before a ninth, `torch.compiler.reset()` throws all compiled
+    functions of the process away, others' too. Errors: NotImplementedError for gradients on a CPU.
     """
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if needs_grad and q.device.type == "cpu":

@@ -18,10 +18,10 @@ from torch.nn.attention.bias import causal_lower_right
 
 from labkit import hardware
 from labkit.attention import _flex
-from labkit.kernels import choose_backend, flash_attention
+from labkit.kernels import flash_attention
+from labkit.kernels.flash_attention import why_not_triton
 
 _HALVES = (torch.float16, torch.bfloat16)
-_FA4 = 'not installed; pip install "flash-attn-4[cu13]" (without [cu13] for CUDA 12), for Hopper and Blackwell GPUs'
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
@@ -77,8 +77,7 @@ def _sample(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Te
 def _why_no_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     if device.type != "cuda":
         return "needs a CUDA GPU; on a CPU Triton's interpreter only tests it, and its time would mean nothing"
-    choice = choose_backend("flash_attention", *_sample(device, dtype, head_dim))
-    return None if choice.name == "triton" else choice.reason.rpartition("does not: ")[2]
+    return why_not_triton(*_sample(device, dtype, head_dim))
 
 
 @functools.cache
@@ -116,7 +115,7 @@ def _why_no_flash_attn(*where: object) -> str | None:
 
 
 def _why_no_flash_attn_4(*where: object) -> str | None:
-    return _why_no_package(None if hardware.installed("flash_attn.cute") else _FA4, *where, least=9)
+    return _why_no_package(hardware.why_not_installed("flash-attn-4"), *where, least=9)
 
 
 def _why_no_flex(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

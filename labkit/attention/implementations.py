@@ -122,7 +122,7 @@ def _call(name: str, inputs: tuple[Tensor, ...], causal: bool, backward: bool) -
     if not backward:
         return torch.no_grad()(run)
     gradient = torch.ones_like(inputs[0])
-    return lambda: torch.autograd.grad(run(), inputs, gradient)
+    return torch.enable_grad()(lambda: torch.autograd.grad(run(), inputs, gradient))
 
 
 class _Guarded:

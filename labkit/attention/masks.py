@@ -79,7 +79,7 @@ def _padding(attention_mask: Tensor | None, n_keys: int, kv_offset: int) -> Tens
     if attention_mask is None:
         return None
     if attention_mask.ndim != 2:
-        raise refused(f"a mask of shape {tuple(attention_mask.shape)} is not (batch, length)", "a mask of that shape")
+        raise refused(f"a mask of shape {tuple(attention_mask.shape)} is not supported", "one of (batch, length)")
     columns = attention_mask[:, kv_offset : kv_offset + n_keys].bool()
     short = n_keys - columns.shape[1]
     if short:
@@ -129,11 +129,12 @@ def flash_mask(
     allow_is_bidirectional_skip: bool = True,
     device: torch.device | str = "cpu",
     **kwargs: object,
-) -> Tensor | None:
+) -> Tensor:
     """What `transformers` calls for a mask, once a forward; arguments as its `sdpa_mask` has them.
 
-    Causal attention gets None, or bool `(batch, length)`: K and V are `length` long up to the last query's token, and
-    False is padding. Where every query sees every key it is `(batch, 1, 1, length)`: one row for all queries.
+    Causal attention gets bool `(batch, length)`: K and V are `length` long up to the last query's token, and False is
+    padding; one byte, expanded, where there is none. Where every query sees every key it is `(batch, 1, 1, length)`:
+    one row for all queries.
     Errors: ValueError for a mask that the kernel cannot do, with what can.
     """
     causal = is_causal_mask(mask_function, kv_offset + kv_length)
@@ -147,6 +148,7 @@ def flash_mask(
         columns = _padding(attention_mask, kv_length, kv_offset)
         return (filled if columns is None else filled & columns).expand(batch_size, -1)
     columns = _padding(attention_mask, end, kv_offset)
-    if columns is None and not (causal and end == kv_length):
+    if columns is None:
+        # Also where no mask were needed: some modules leave it to the mask to be causal, and None says nothing.
         columns = everything(batch_size, end, device)
     return columns if causal else columns.expand(batch_size, -1)[:, None, None]

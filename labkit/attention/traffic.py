@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from labkit import _check
+from labkit.kernels.flash_attention.tiles import check_block_sizes
 from labkit.sizing import bits_per_element
 from labkit.step_costs import OpCost
 
@@ -71,13 +72,19 @@ def attention_flops(shape: AttentionShape) -> int:
     return 4 * shape.seen_pairs * shape.head_dim
 
 
+def _element_bytes(dtype: torch.dtype | str) -> int:
+    bits = bits_per_element("dtype", dtype)
+    _check.require(bits % 8 == 0, "dtype", str(dtype), "one of whole bytes: attention computes in no other")
+    return bits // 8
+
+
 def standard_costs(shape: AttentionShape, dtype: torch.dtype | str) -> tuple[OpCost, ...]:
     """Three ops with the matrix in memory between them, in `dtype`: scores, softmax, output.
 
     Scores are computed everywhere, also where a causal mask hides them. Every query head reads its keys and its values,
     once each.
     """
-    size = bits_per_element("dtype", dtype) // 8
+    size = _element_bytes(dtype)
     matrix, kv = shape.matrix_elements, shape.batch * shape.num_attention_heads * shape.kv_len * shape.head_dim
     product = 2 * matrix * shape.head_dim
     return (
@@ -91,7 +98,7 @@ def flash_cost(shape: AttentionShape, dtype: torch.dtype | str, block_sizes: tup
     """One pass over tiles of `block_sizes` (queries, keys): Q read once, K and V once for every block of queries of
     every head as far as its tiles reach, the output and one statistic a row written. Tiles are computed whole.
     """
-    size = bits_per_element("dtype", dtype) // 8
+    size = _element_bytes(dtype)
     heads = shape.batch * shape.num_attention_heads
     blocks = list(_blocks_of_queries(shape, block_sizes))
     pairs = heads * sum(queries * keys for queries, keys in blocks)
@@ -103,7 +110,7 @@ def flash_cost(shape: AttentionShape, dtype: torch.dtype | str, block_sizes: tup
 
 def _blocks_of_queries(shape: AttentionShape, block_sizes: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """Of each block of queries, how many it has and how many keys lie in the tiles that it visits, as `tiles` walks."""
-    block_q, block_k = block_sizes
+    block_q, block_k = check_block_sizes(block_sizes)
     for start in range(0, shape.q_len, block_q):
         stop = min(start + block_q, shape.q_len)
         seen = stop + shape.kv_len - shape.q_len if shape.causal else shape.kv_len
@@ -115,7 +122,7 @@ def least_cost(shape: AttentionShape, dtype: torch.dtype | str) -> OpCost:
 
     Near what a GPU moves between memory and the chip, where the L2 cache keeps K and V of the heads at work.
     """
-    size = bits_per_element("dtype", dtype) // 8
+    size = _element_bytes(dtype)
     work = attention_flops(shape), _SOFTMAX_FLOPS * shape.seen_pairs
     return _cost("least", *work, size * shape.kv_elements, size * 2 * shape.q_elements)
 
@@ -123,7 +130,7 @@ def least_cost(shape: AttentionShape, dtype: torch.dtype | str) -> OpCost:
 def standard_extra_bytes(shape: AttentionShape, dtype: torch.dtype | str) -> int:
     """Bytes beside q, k, v and the output at the highest point: scores and weights of all heads in `dtype`, both there
     while the one is made from the other."""
-    return 2 * shape.matrix_elements * bits_per_element("dtype", dtype) // 8
+    return 2 * shape.matrix_elements * _element_bytes(dtype)
 
 
 def flash_extra_bytes(shape: AttentionShape) -> int:

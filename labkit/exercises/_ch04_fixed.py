@@ -144,7 +144,7 @@ def _test_masked(answer: Answer) -> None:
 def _test_tiled(answer: Answer) -> None:
     """What comes back is right, and no matrix of scores was made on the way."""
     case = _Case(*(normal(i, 1, 1, 301, _HEAD_DIM) for i in range(3)), None, 16)
-    value, seen = watched(answer, case.query, case.key, case.value, None, 16)
+    value, seen = watched(answer, *(x.clone() for x in (case.query, case.key, case.value)), None, 16)
     share = seen.peak / 301**2
     expect(share < 0.5, f"301 tokens in blocks of 16: your tensors hold {share:.0%} of the matrix of scores at once")
     expect(close(value.double(), case.target()), "301 tokens in blocks of 16: the output is not causal attention's")

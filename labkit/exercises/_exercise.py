@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,10 @@ from types import FrameType
 import labkit
 
 _PACKAGE = Path(labkit.__file__).parent
+
+
+# How PyTorch says that an operator does not know a dtype or a device; a stub says something else, or nothing.
+_OF_TORCH = re.compile("not implemented for|Could not run")
 
 
 class NotAttempted(Exception):
@@ -58,10 +63,10 @@ class Answer:
     def __call__(self, *args: object) -> object:
         try:
             value = self.function(*args)
-        except NotImplementedError:
-            if not self.answered:
+        except NotImplementedError as error:
+            if not self.answered and not _OF_TORCH.search(str(error)):
                 raise NotAttempted from None
-            value = None
+            raise Failed(f"your function raised NotImplementedError: {error}") from error
         except Exception as error:
             text = f"your function raised {type(error).__name__}: {error}"
             hint = f" (it is called as {self.signature})" if isinstance(error, TypeError) else ""

@@ -17,19 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from labkit._table import Table
+from labkit.kernels.chips import SHARED_BYTES, TENSOR_MEMORY
 
-# Bytes of shared memory that one program can have, by compute capability (CUDA C++ Programming Guide, "Technical
-# Specifications per Compute Capability").
-SHARED_BYTES = {
-    80: 163 * 1024,
-    86: 99 * 1024,
-    89: 99 * 1024,
-    90: 227 * 1024,
-    100: 227 * 1024,
-    120: 99 * 1024,
-}
-# Columns of tensor memory, which only this one has.
-TENSOR_MEMORY = 512
 ROOMS = ("quantized_linear", "decode_attention", "kv_quantize", "flash_attention")
 
 

@@ -7,6 +7,8 @@ import threading
 
 import plotly.graph_objects as go
 
+from labkit._compat import quiet_renderer
+
 # Okabe and Ito's palette, which stays apart under the common kinds of colour blindness.
 BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, YELLOW = (
     "#0072B2",
@@ -89,6 +91,7 @@ def to_png(figure: go.Figure, *, width: int = 1100, height: int | None = None) -
     """
     if _png_broken.is_set():
         return None
+    quiet_renderer()
     picture: list[bytes] = []
     plain = go.Figure(figure.to_dict())
     height = height or plain.layout.height or 480

@@ -174,13 +174,17 @@ class FlashAttentionCompute:
         params = found.params
         if name in _WITH_MATRIX:
             why = steps.why_not(params, "standard", found.free_bytes, self._lengths)
-            why = why or ("not run at this length" if found.seconds("standard") > _SLOW_S else "")
+            slow = (found.seconds("standard") or 0.0) > _SLOW_S
+            why = why or (f"standard attention took more than {_SLOW_S:g} s here" if slow else "")
             if why:
                 return Found(why_not=why)
         op = steps.make_op(name, params, steps.make_inputs(params, self._device))
-        op()  # warms up
-        peak = steps.peak_of(op, self._device)
-        times = steps.clock({name: op}, self._device, _BRIEF_S, cancelled)
+        try:
+            op()  # warms up
+            peak = steps.peak_of(op, self._device)
+            times = steps.clock({name: op}, self._device, _BRIEF_S, cancelled)
+        except Exception as error:  # the others are still worth showing
+            return Found(why_not=steps.failure(error, self._device))
         return Found(times[name] if times else None, peak)
 
     @staticmethod

@@ -14,12 +14,11 @@ from labkit.labs._figures import COLOURS, INK, MUTED, TEMPLATE, log_range
 from labkit.labs._flash_attention_costs import ROLES, costs, predicted_peak
 from labkit.labs._flash_attention_forms import setting
 from labkit.labs._flash_attention_result import FlashAttentionResult
-from labkit.labs._flash_attention_roof import add_roof, draw_roof
+from labkit.labs._flash_attention_roof import SYMBOLS, add_roof, draw_roof
 from labkit.labs._result import duration, si
 from labkit.roofline import time_floor
 
 Traces = Mapping[str, BaseTraceType]
-SYMBOLS = {"standard": "circle", "native": "diamond", "own": "square"}
 PANELS = ("time", "memory")
 _HOVER = "%{hovertext}<extra></extra>"
 # Labels of one length stand at least so far apart, as a share of a panel's height.
@@ -33,7 +32,7 @@ def colour(role: str) -> str:
 
 def build_figure(lengths: Sequence[int], kernel: str) -> go.Figure:
     """The empty figure over these lengths: time, memory, roof, side by side; `kernel` is the course's own."""
-    titles = ("Time of one call", "Memory of one call", "Useful FLOP/s under the roof")
+    titles = ("Time of one call", "Memory of one call", "Useful FLOP/s")
     figure = make_subplots(cols=3, column_widths=[0.36, 0.36, 0.28], horizontal_spacing=0.085, subplot_titles=titles)
     for col, panel in enumerate(PANELS, start=1):
         _add_limits(figure, panel, col)

@@ -16,7 +16,8 @@ from labkit.labs._result import si
 from labkit.roofline import attainable_flops, ridge
 
 Traces = Mapping[str, BaseTraceType]
-_SYMBOLS = {"standard": "circle", "native": "diamond", "own": "square"}
+# Of a role in every panel.
+SYMBOLS = {"standard": "circle", "native": "diamond", "own": "square"}
 _HOVER = "%{hovertext}<extra></extra>"
 
 
@@ -26,12 +27,12 @@ def add_roof(figure: go.Figure, col: int) -> None:
     look = {"mode": "lines+text", "line": {"color": COLOURS["ceiling"], "width": 3}, "hoverinfo": "skip"}
     figure.add_scatter(name="roof", textposition=["middle right", "top left", "top left"], **look, **where)
     for role in ROLES:
-        marker = {"symbol": _SYMBOLS[role], "color": COLOURS[f"{role} attention"]}
+        marker = {"symbol": SYMBOLS[role], "color": COLOURS[f"{role} attention"]}
         faded = {"size": 9, "opacity": 0.35, "line_width": 0, **marker}
         figure.add_scatter(name=f"earlier {role} rate", mode="markers", marker=faded, hovertemplate=_HOVER, **where)
         now = {"size": 16, "line": {"width": 2, "color": INK}, **marker}
         figure.add_scatter(name=f"{role} rate", mode="markers", marker=now, hovertemplate=_HOVER, **where)
-    title = {"text": "Useful FLOP a byte moved", "standoff": 4}
+    title = {"text": "FLOP a byte moved", "standoff": 4}
     figure.update_xaxes(title=title, type="log", dtick=1, row=1, col=col)
     figure.update_yaxes(type="log", row=1, col=col)
 

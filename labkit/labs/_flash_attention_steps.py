@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import textwrap
 import time
 from collections.abc import Callable, Mapping
 
@@ -22,8 +23,9 @@ _HEADROOM = 0.9  # of the memory that is free
 # Standard attention takes its softmax in float32 and adds a mask: up to so many matrices of float32 at once.
 _MATRICES, _MATRIX_BYTES = 3, 4
 # A round calls each once. As many rounds as fit into the time that is given, within these.
-_FEWEST_ROUNDS, _MOST_ROUNDS, _SAMPLES = 2, 7, 5
+_FEWEST_ROUNDS, _MOST_ROUNDS, _SAMPLES = 3, 7, 5
 _SHORTEST_S = 1e-4
+_LONGEST_LINE = 200
 # A tile in plain PyTorch is some ten calls. More of them than this are not run here, nor is their memory recorded:
 # the profiler keeps every one of those calls.
 _MOST_TILES = {"clocked": 9000, "recorded": 2100}
@@ -101,6 +103,14 @@ def try_once(op: Op, device: torch.device) -> tuple[torch.Tensor, float] | str:
     except BackendUnavailable as error:
         return str(error)
     return output, once(op, device)
+
+
+def failure(error: Exception, device: torch.device) -> str:
+    """What a call failed with, in one line; what it left in the GPU's cache is given back."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    kind = "out of memory" if isinstance(error, torch.OutOfMemoryError | MemoryError) else type(error).__name__
+    return textwrap.shorten(f"{kind}: {error}", _LONGEST_LINE, placeholder=" ...")
 
 
 def clock(

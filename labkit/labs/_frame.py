@@ -11,54 +11,23 @@ import html
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 
 import ipywidgets as widgets
 import plotly.graph_objects as go
-import torch
 from IPython.display import display
 
 from labkit.labs._figures import keep_state, to_png
-from labkit.labs._prediction import Prediction, PredictionBox
-from labkit.labs._result import Compute, LabResult, Progress, to_csv
+from labkit.labs._prediction import PredictionBox
+from labkit.labs._result import LabResult, Progress, to_csv
+from labkit.labs._spec import LabSpec
 from labkit.labs._view import STYLE, Refit, StatusLine, numbers_html
 from labkit.labs._worker import LatestWorker, Run
 from labkit.measure import Ledger, device_lock
 
 # Long enough for a model to be converted on first use; a display never blocks the notebook longer.
 _BUNDLE_WAIT_S = 180.0
-
-
-@dataclass(frozen=True)
-class LabSpec:
-    """One lab. `knobs`: at most three widgets with a `value`, by the name that `params` takes; `switches`: lesser ones.
-
-    `params(**values)` gives the frozen dataclass that `compute` takes. `figure()` builds the empty figure once;
-    `draw(figure, result, earlier)` sets its traces' data, `earlier` being the finished results before, oldest first.
-    """
-
-    name: str
-    title: str
-    how: str
-    knobs: Mapping[str, widgets.ValueWidget]
-    params: Callable[..., object]
-    compute: Compute
-    figure: Callable[[], go.Figure]
-    draw: Callable[[go.Figure, LabResult, Sequence[LabResult]], None]
-    device: torch.device
-    prediction: Prediction | None = None
-    switches: Mapping[str, widgets.ValueWidget] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.knobs) <= 3:
-            raise ValueError(f"knobs: got {list(self.knobs)}; takes one to three")
-
-    @property
-    def controls(self) -> dict[str, widgets.ValueWidget]:
-        """Knobs and switches, by name."""
-        return {**self.knobs, **self.switches}
 
 
 class Lab(widgets.VBox):
@@ -159,11 +128,10 @@ class Lab(widgets.VBox):
         """One setting, in the worker thread, from parameters to ledger."""
         begin = time.perf_counter()
         self.error, self.traceback = None, ""
-        waiting = Progress("Waiting for another run on this device")
         try:
             params = self.spec.params(**values)
             # Held for the whole setting: the time_op calls inside re-enter it, and nobody's run comes between them.
-            with device_lock(self.spec.device, lambda: self.status.running(waiting)):
+            with self._turn():
                 final = self._follow(params, run)
             self._finish(final, run, time.perf_counter() - begin)
         except (Exception, KeyboardInterrupt) as error:
@@ -174,6 +142,12 @@ class Lab(widgets.VBox):
                 self.status.error(error)
         if not run.cancelled():
             self._again.description = "Measure again"
+
+    def _turn(self) -> contextlib.AbstractContextManager[None]:
+        """This lab's turn on its device; it says that it waits."""
+        waiting = Progress("Waiting for another run on this device")
+        device = self.spec.device
+        return device_lock(device, lambda: self.status.running(waiting)) if device else contextlib.nullcontext()
 
     def _follow(self, params: object, run: Run) -> LabResult | None:
         """Run `compute`, showing each step; the last result, or None when it was cancelled."""

@@ -8,6 +8,7 @@ import plotly.graph_objects as go
 from plotly.basedatatypes import BaseTraceType
 
 from labkit.labs._figures import COLOURS, INK, MUTED, PURPLE, SKY
+from labkit.labs._flash_attention_figure import spread
 from labkit.labs._result import si
 from labkit.labs._tile_walk_forms import setting
 from labkit.labs._tile_walk_matrix import K_COLOUR, Q_COLOUR, V_COLOUR
@@ -23,6 +24,8 @@ _PARTS = {
     "rows' m, l and output": ("state", SKY),
 }
 _HOVER = "%{hovertext}<extra></extra>"
+# Names at the ends of curves stand at least so far apart, as a share of the panel's height.
+_APART = 0.13
 
 
 def add_bytes(figure: go.Figure, *, row: int) -> None:
@@ -41,15 +44,16 @@ def add_bytes(figure: go.Figure, *, row: int) -> None:
 def _add_moved(figure: go.Figure, row: int) -> None:
     where, colour = {"row": row, "col": 2, "showlegend": False}, COLOURS["attention"]
     dash = {"width": 2, "color": COLOURS["ceiling"], "dash": "dash"}
-    words = {"mode": "lines+text", "textposition": "top right", "hoverinfo": "skip"}
-    figure.add_scatter(name="standard moved", line=dash, **words, **where)
-    look = {"mode": "lines+text", "textposition": "middle right", "hovertemplate": _HOVER, "textfont_color": MUTED}
-    figure.add_scatter(name="earlier moved", line={"width": 2, "color": colour}, opacity=0.5, **look, **where)
+    figure.add_scatter(name="standard moved", mode="lines", line=dash, hoverinfo="skip", **where)
+    line = {"width": 2, "color": colour}
+    figure.add_scatter(name="earlier moved", mode="lines", line=line, opacity=0.5, hovertemplate=_HOVER, **where)
+    words = {"mode": "text", "textposition": "middle right", "hoverinfo": "skip", "cliponaxis": False}
+    figure.add_scatter(name="moved words", textfont_size=12, **words, **where)
     marker = {"size": 12, "color": colour, "line": {"width": 2, "color": INK}}
     look = {"mode": "lines+markers", "line": {"width": 3, "color": colour}, "hovertemplate": _HOVER}
     figure.add_scatter(name="moved", marker=marker, **look, **where)
-    title = {"text": "Share of the tiles that are done (%)", "standoff": 2}
-    figure.update_xaxes(title=title, range=(-2, 130), tickvals=[0, 25, 50, 75, 100], row=row, col=2)
+    title = {"text": "Tiles that are done (%)", "standoff": 2}
+    figure.update_xaxes(title=title, range=(-2, 210), tickvals=[0, 50, 100], tickangle=0, row=row, col=2)
 
 
 def draw_bytes(figure: go.Figure, traces: Traces, result: TileWalkResult, earlier: Sequence[TileWalkResult]) -> None:
@@ -66,26 +70,22 @@ def draw_bytes(figure: go.Figure, traces: Traces, result: TileWalkResult, earlie
         x=[x for c in curves for x in (*c["x"], None)],
         y=[y for c in curves for y in (*c["y"], None)],
         hovertext=[t for c in curves for t in (*c["hovertext"], "")],
-        text=[t for r in others for t in (*[""] * r.params.step, f" {_short(r)}", "")],
-        # Two that end near each other are named below and above.
-        textposition=[
-            ("bottom right", "top right")[i % 2] for i, r in enumerate(others) for _ in range(r.params.step + 2)
-        ],
     )
     now = _curve(result)
     shown = [0] * (len(now["x"]) - 1) + [1]
     traces["moved"].update(**now, marker={"size": [13 * s for s in shown], "line": {"width": [2 * s for s in shown]}})
     standard = result.standard_bytes / 1e3
-    traces["standard moved"].update(
-        x=[0, 100], y=[standard] * 2, text=[f"standard, in all: {si(1e3 * standard, 'B')}", ""]
+    traces["standard moved"].update(x=[0, 100], y=[standard] * 2)
+    top = 1.25 * max([standard, *now["y"], *(y for c in curves for y in c["y"])])
+    figure.layout.yaxis6.range = (0, top)
+    ends = {f"standard: {si(result.standard_bytes, 'B')}": (100, standard)}
+    ends |= {setting(r.params): (c["x"][-1], c["y"][-1]) for r, c in zip(others, curves, strict=True)}
+    traces["moved words"].update(
+        x=[x for x, _ in ends.values()],
+        y=spread([y for _, y in ends.values()], _APART * top),
+        text=[f" {name}" for name in ends],
+        textfont_color=[INK, *[MUTED] * len(others)],
     )
-    top = max([standard, *now["y"], *(y for c in curves for y in c["y"])])
-    figure.layout.yaxis6.range = (0, 1.25 * top)
-
-
-def _short(result: TileWalkResult) -> str:
-    p = result.params
-    return f"{p.block_size}, {'causal' if p.causal else 'no mask'}"
 
 
 def _curve(result: TileWalkResult) -> dict[str, list]:

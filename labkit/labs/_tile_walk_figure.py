@@ -75,7 +75,7 @@ def _add_row(figure: go.Figure) -> None:
 
 
 def _lay_out(figure: go.Figure) -> None:
-    figure.update_layout(template=TEMPLATE, height=790, margin={"l": 75, "r": 15, "t": 35, "b": 75}, barmode="overlay")
+    figure.update_layout(template=TEMPLATE, height=810, margin={"l": 75, "r": 15, "t": 35, "b": 95}, barmode="overlay")
     figure.update_annotations(font_size=15)
     for name, (axis, bottom, top) in _PLACES.items():
         figure.layout[axis].domain = (bottom, top)
@@ -110,9 +110,9 @@ def _draw_titles(figure: go.Figure, result: TileWalkResult) -> None:
     row = f"Query {visit.row}" if visit else "A query"
     words = {
         "matrix": f"Weights after {p.step} of {p.tiles} tiles, {setting(p)}",
-        "maximum": f"{row} ({_colour_word('◀', ACCENT)}): running maximum m, {_colour_word('○', ADDED)} of each tile",
-        "sum": f"Sum l: {_colour_word('kept', KEPT)} + {_colour_word('added', ADDED)}; frame: before the tile",
-        "error": "Its output: off by how much from the exact row",
+        "maximum": f"{row} ({_colour_word('◀', ACCENT)}): maximum m, {_colour_word('○', ADDED)} of a tile",
+        "sum": f"Sum l: {_colour_word('kept', KEPT)} + {_colour_word('added', ADDED)}; frame: before",
+        "error": "How far its output is off",
         "held": "Held at once (bytes)",
         "moved": "Moved to and from memory (kB)",
     }

@@ -49,7 +49,14 @@ def _step_numbers(result: TileWalkResult) -> list[Number]:
         of = f"of {t.q_stop - t.q_start}{'; none had one before' if visit.first else ''}"
         shown += [
             Number("tile", "tile", where, t.k_start // p.block_size, group, note),
-            Number("rescaled", "new maximum in", f"{visit.rescaled} rows", visit.rescaled, group, of),
+            Number(
+                "rescaled",
+                "new maximum in",
+                f"{visit.rescaled} row{'' if visit.rescaled == 1 else 's'}",
+                visit.rescaled,
+                group,
+                of,
+            ),
             Number("correction", "correction", times(visit), visit.correction, group, _correction_note(visit)),
             Number("row_error", "output off by", off(visit.error), visit.error, group, _row_note(visit)),
         ]

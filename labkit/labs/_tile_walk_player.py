@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import anywidget
 import ipywidgets as widgets
 import traitlets
@@ -56,39 +58,69 @@ class PlayButton(anywidget.AnyWidget):
 
 
 class StepPlayer(widgets.HBox):
-    """`value` is the slider's, from 0 to `steps`; the button moves it."""
+    """`value` is the step, from 0 to `steps`; the slider and the button's clock move it, and it moves them.
+
+    Only the clock runs in the page. Linked to each other there, button and slider would send back each value that the
+    kernel sets, and of two in a row the first might come back last.
+    """
 
     value = traitlets.Int()
 
     def __init__(self, steps: int, value: int) -> None:
         self.play = PlayButton(max=steps, value=value)
-        self.slider = widgets.IntSlider(
-            min=0,
-            max=steps,
-            value=value,
-            description="Tile",
-            continuous_update=False,
-            layout={"width": "330px"},
-            style={"description_width": "40px"},
-        )
-        # In the page, so that a step that is late in the kernel holds nothing up.
-        self._in_page = widgets.jslink((self.play, "value"), (self.slider, "value"))
-        super().__init__([self.play, self.slider], layout={"align_items": "center"})
-        self._linked = traitlets.link((self.slider, "value"), (self, "value"))
+        self.slider = _slider(steps, value)
+        super().__init__([self.play, self.slider], value=value, layout={"align_items": "center"})
+        self.play.observe(self._ticked, "value")
+        self.slider.observe(self._slid, "value")
 
     @property
     def steps(self) -> int:
         """The last step."""
-        return self.slider.max
+        return self.play.max
+
+    def stop(self) -> None:
+        """Stop playing."""
+        self.play.playing = False
 
     def resize(self, steps: int) -> None:
         """Another walk: stop playing, and stand as far along it as before, at its end if that was the end."""
-        self.play.playing = False
+        self.stop()
         value = round(self.value * steps / self.steps)
-        parts = (self.play, self.slider)
-        for part in parts:  # none may stand past its end, not for a moment
-            part.max = max(steps, part.value)
-        for part in parts:
-            part.value = value
-        for part in parts:
-            part.max = steps
+        old, self.slider = self.slider, _slider(steps, value)
+        self.slider.observe(self._slid, "value")
+        # Not the old slider with another end: in the page its End key would still go to the old one.
+        self.children = (self.play, self.slider)
+        old.close()
+        self.play.max = steps
+        self.value = value
+
+    def _ticked(self, change: Mapping[str, int]) -> None:
+        """Follow the clock. A tick that was on its way when the clock was stopped here is none of this walk; the last
+        of a walk comes with the clock's own stop."""
+        if self.play.playing or change["new"] == self.steps:
+            self.value = change["new"]
+        else:
+            self.play.value = self.value
+
+    def _slid(self, change: Mapping[str, int]) -> None:
+        self.value = change["new"]
+
+    @traitlets.validate("value")
+    def _within(self, proposal: Mapping[str, int]) -> int:
+        return min(max(proposal["value"], 0), self.steps)
+
+    @traitlets.observe("value")
+    def _show(self, change: Mapping[str, int]) -> None:
+        self.slider.value = self.play.value = change["new"]
+
+
+def _slider(steps: int, value: int) -> widgets.IntSlider:
+    return widgets.IntSlider(
+        min=0,
+        max=steps,
+        value=value,
+        description="Tile",
+        continuous_update=False,
+        layout={"width": "330px"},
+        style={"description_width": "40px"},
+    )

@@ -14,6 +14,8 @@ from labkit.labs._figures import COLOURS, INK, TEMPLATE, to_png
 from labkit.measure import Timing
 
 _HEIGHT = 420
+# A notebook's column is some 1000 pixels wide and shows a picture as it is: a wider one is cut off.
+_WIDTH = 900
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,7 +30,7 @@ class Chart:
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, object]:
         bundle: dict[str, object] = {"application/vnd.plotly.v1+json": self.figure.to_plotly_json()}
-        picture = to_png(self.figure)
+        picture = to_png(self.figure, width=_WIDTH)
         if picture is not None:
             bundle["image/png"] = base64.b64encode(picture).decode()
         return bundle | {"text/plain": self.text}

@@ -12,8 +12,9 @@ from labkit.labs._eviction_compute import EvictionCompute
 from labkit.labs._eviction_figure import build_figure, draw
 from labkit.labs._eviction_forms import NAMES, budget_text
 from labkit.labs._eviction_result import BUDGETS, DEPTHS, METHODS, EvictionParams, EvictionResult
-from labkit.labs._frame import Lab, LabSpec
+from labkit.labs._frame import Lab
 from labkit.labs._prediction import Prediction
+from labkit.labs._spec import LabSpec
 from labkit.measure import device_name
 from labkit.models import LoadedModel
 

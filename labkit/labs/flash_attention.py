@@ -14,9 +14,10 @@ from labkit.labs._flash_attention_compute import FlashAttentionCompute
 from labkit.labs._flash_attention_figure import build_figure, draw
 from labkit.labs._flash_attention_forms import times
 from labkit.labs._flash_attention_result import BLOCK_SIZES, HEAD_DIMS, FlashAttentionParams, FlashAttentionResult
-from labkit.labs._frame import Lab, LabSpec
+from labkit.labs._frame import Lab
 from labkit.labs._prediction import Prediction
 from labkit.labs._result import si
+from labkit.labs._spec import LabSpec
 from labkit.measure import device_name
 
 _DEFAULT_LEN, _DEFAULT_HEAD, _DEFAULT_BLOCK = 2048, 64, 128

@@ -10,7 +10,7 @@ import torch
 
 from labkit import _check
 from labkit.kv_cache import bits_per_value
-from labkit.labs._frame import Lab, LabSpec
+from labkit.labs._frame import Lab
 from labkit.labs._kv_cache_compute import KVCacheCompute
 from labkit.labs._kv_cache_figure import build_figure, draw
 from labkit.labs._kv_cache_forms import times
@@ -18,6 +18,7 @@ from labkit.labs._kv_cache_result import BITS, FULL, SEQ_LENS, KVCacheParams, KV
 from labkit.labs._prediction import Prediction
 from labkit.labs._quantization_models import load_once
 from labkit.labs._result import si
+from labkit.labs._spec import LabSpec
 from labkit.measure import device_name
 from labkit.models import LoadedModel, list_models, model_config
 from labkit.sizing import LlamaShape

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import ipywidgets as widgets
-import torch
 
-from labkit.labs._frame import Lab, LabSpec
+from labkit.labs._frame import Lab
 from labkit.labs._paging_compute import PagingCompute
 from labkit.labs._paging_figure import build_figure, draw
 from labkit.labs._paging_result import BLOCK_SIZES, MAX_LENGTH, MAX_NEW, SHARED_PREFIXES, PagingParams, PagingResult
 from labkit.labs._prediction import Prediction
 from labkit.labs._quantization_forms import share
+from labkit.labs._spec import LabSpec
 
 _DEFAULT_SIZE, _ASKED_SIZE = 16, 256
 
@@ -69,7 +69,7 @@ def paging_lab() -> Lab:
             compute=PagingCompute(),
             figure=build_figure,
             draw=draw,
-            device=torch.device("cpu"),
+            device=None,
             prediction=Prediction(question, options, empty_share),
         )
     )

@@ -9,13 +9,14 @@ import ipywidgets as widgets
 import torch
 
 from labkit import _check
-from labkit.labs._frame import Lab, LabSpec
+from labkit.labs._frame import Lab
 from labkit.labs._prediction import Prediction
 from labkit.labs._quantization_compute import QuantizationCompute
 from labkit.labs._quantization_figure import build_figure, draw
 from labkit.labs._quantization_forms import plain
 from labkit.labs._quantization_models import LEFT_ALONE, fitting_group_sizes, load_once
 from labkit.labs._quantization_result import METHODS, QuantizationParams, QuantizationResult
+from labkit.labs._spec import LabSpec
 from labkit.measure import device_name
 from labkit.models import LoadedModel, list_models, model_config
 from labkit.quantization.plan import plan

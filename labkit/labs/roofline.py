@@ -7,11 +7,12 @@ import torch
 
 from labkit import _check
 from labkit.hardware import describe, measured_dtypes
-from labkit.labs._frame import Lab, LabSpec
+from labkit.labs._frame import Lab
 from labkit.labs._prediction import Prediction
 from labkit.labs._roofline_compute import RooflineCompute
 from labkit.labs._roofline_figure import build_figure, draw
 from labkit.labs._roofline_result import RooflineParams, RooflineResult
+from labkit.labs._spec import LabSpec
 from labkit.measure import device_name
 from labkit.models import LoadedModel
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import ipywidgets as widgets
-import torch
 
-from labkit.labs._frame import Lab, LabSpec
+from labkit.labs._frame import Lab
 from labkit.labs._prediction import Prediction
+from labkit.labs._spec import LabSpec
 from labkit.labs._tile_walk_compute import compute
 from labkit.labs._tile_walk_figure import build_figure, draw
 from labkit.labs._tile_walk_player import StepPlayer
@@ -42,6 +42,10 @@ class _WalkLab(Lab):
     def measure(self) -> None:
         self._asked = {name: knob.value for name, knob in self.spec.knobs.items()}
         self._worker.submit(self._asked)
+
+    def reset(self) -> None:
+        self.spec.knobs["step"].stop()  # or it would play on from the first setting
+        super().reset()
 
     def _moved(self, change: object) -> None:
         if self._asked != {name: knob.value for name, knob in self.spec.knobs.items()}:
@@ -81,7 +85,7 @@ def tile_walk_lab() -> Lab:
         knob.observe(lambda _: step.resize(tile_count(size.value, causal.value)), "value")
     tiles_a_row = LENGTH // _ASKED_SIZE
     question = (
-        f"Blocks of {_ASKED_SIZE}, no mask, to the last tile: every row meets {tiles_a_row} tiles. How many of the "
+        f"Set blocks of {_ASKED_SIZE}, no mask, Tile at its end: every row meets {tiles_a_row} tiles. How many of the "
         f"last {tiles_a_row - 1} bring it a new maximum, so that its sum and output are rescaled?"
     )
     options = (f"all {tiles_a_row - 1}", "about 5", "about 2", "none")
@@ -95,7 +99,7 @@ def tile_walk_lab() -> Lab:
             compute=compute,
             figure=build_figure,
             draw=draw,
-            device=torch.device("cpu"),
+            device=None,
             prediction=Prediction(question, options, rescales_a_row),
         )
     )

@@ -32,6 +32,8 @@ _BART = {"d_model": 48, "encoder_layers": 2, "decoder_layers": 2, "encoder_atten
 _BART |= {"decoder_attention_heads": 6, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "dropout": 0.0}
 _BART |= {"max_position_embeddings": 128, "forced_eos_token_id": None}
 BART = ("bart", _BART)
+# Its decoder's modules say that they are not causal, and leave it to the mask.
+PEGASUS_X = ("pegasus_x", _BART | {"block_size": 4, "attention_dropout": 0.0})
 
 
 def config_of(family: tuple[str, dict], **changes: object) -> PreTrainedConfig:

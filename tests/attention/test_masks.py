@@ -12,15 +12,14 @@ from tests.attention.families import BART, DECODERS, pair, tokens
 
 def full(mask, causal: bool, batch: int, q_len: int, kv_len: int) -> torch.Tensor:
     """What `labkit_flash` makes of a mask: bool (batch, q_len, kv_len)."""
-    if mask is not None and mask.ndim == 4:
+    if mask.ndim == 4:
         assert mask.shape[1:3] == (1, 1)
         mask, causal = mask[:, 0, 0], False
-    n_keys = kv_len if mask is None else mask.shape[1]
+    n_keys = mask.shape[1]
     sees = torch.zeros(batch, q_len, kv_len, dtype=torch.bool)
     places = torch.arange(q_len)[:, None] + n_keys - q_len
     sees[:, :, :n_keys] = (torch.arange(n_keys) <= places) if causal else True
-    if mask is not None:
-        sees[:, :, :n_keys] &= mask[:, None]
+    sees[:, :, :n_keys] &= mask[:, None]
     return sees
 
 
@@ -59,7 +58,7 @@ def test_it_is_the_mask_that_sdpa_gets(sizes, causal, padding):
     for offset in (q_offset, torch.tensor(q_offset)):
         ours = flash_mask(q_offset=offset, mask_function=function, **asked)
         assert torch.equal(full(ours, causal, 2, q_len, kv_len), expected[:, 0])
-        assert ours is None or ours.untyped_storage().nbytes() <= 2 * (length + 3)
+        assert ours.untyped_storage().nbytes() <= 2 * (length + 3)
 
 
 def test_a_count_on_the_gpu_is_not_read_for_one_query(monkeypatch):
@@ -85,8 +84,8 @@ def test_a_mask_that_hides_nothing_is_one_byte_and_known_without_looking():
     for function in (hf.causal_mask_function, hf.bidirectional_mask_function):
         ours = flash_mask(2, 6, 6, mask_function=function, attention_mask=rows)
         assert not hides_nothing(ours) and ours.sum().item() == 6
-    assert flash_mask(2, 5, 5) is None
-    assert flash_mask(2, 5, 5, attention_mask=torch.ones(2, 5, dtype=torch.bool)) is None
+    for mask in (None, torch.ones(2, 5, dtype=torch.bool)):
+        assert hides_nothing(flash_mask(2, 5, 5, attention_mask=mask))
 
 
 def own(batch_idx, head_idx, q_idx, kv_idx):
@@ -123,11 +122,12 @@ def test_what_it_cannot_do_is_refused(name):
 
 
 def test_windows_that_hide_nothing_are_the_plain_mask():
-    assert flash_mask(1, 6, 6, mask_function=hf.sliding_window_causal_mask_function(6)) is None
+    one_way = flash_mask(1, 6, 6, mask_function=hf.sliding_window_causal_mask_function(6))
+    assert one_way.shape == (1, 6) and hides_nothing(one_way)
     both_ways = flash_mask(1, 6, 6, mask_function=hf.sliding_window_bidirectional_mask_function(6))
     assert both_ways.shape == (1, 1, 1, 6) and both_ways.all()
     nested = hf.and_masks(hf.and_masks(hf.causal_mask_function), hf.sliding_window_overlay(9))
-    assert flash_mask(1, 6, 6, mask_function=nested) is None
+    assert hides_nothing(flash_mask(1, 6, 6, mask_function=nested))
     with pytest.raises(ValueError, match="of 9 cuts 10 keys"):  # the cache has dropped 4 already
         flash_mask(1, 1, 6, q_offset=9, kv_offset=4, mask_function=nested)
 

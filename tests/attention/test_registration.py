@@ -12,7 +12,7 @@ from labkit.attention import register
 from labkit.attention.registration import flash_attention_forward
 from labkit.kv_cache import HeavyHitterCache, PagedKVCache, PagedQuantizedCache, QuantizedCache, SinkCache, SnapKVCache
 from labkit.models import load_model
-from tests.attention.families import BART, DECODERS, encoders, padded, pair, tokens
+from tests.attention.families import BART, DECODERS, PEGASUS_X, encoders, padded, pair, tokens
 
 FAMILIES = pytest.mark.parametrize("name", DECODERS)
 PADDINGS = pytest.mark.parametrize("padding", ["left", "right", "holes"])
@@ -151,6 +151,17 @@ def test_an_encoder_sees_both_ways(padding):
         changed[:, 20] = (ids[:, 20] + 1) % 97
         first = flash(changed, attention_mask=None).last_hidden_state[:, 0] - flash(ids).last_hidden_state[:, 0]
     assert first.abs().max() > 1e-3
+
+
+def test_a_causal_mask_is_causal_whatever_the_module_says():
+    flash, eager = pair(PEGASUS_X, auto=AutoModelForSeq2SeqLM)
+    ids, changed = tokens(2, 9), tokens(2, 9)
+    changed[:, -1] = (changed[:, -1] + 5) % 90 + 3
+    with torch.no_grad():
+        ours, theirs = (model(input_ids=ids, decoder_input_ids=ids).logits for model in (flash, eager))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        later = flash(input_ids=ids, decoder_input_ids=changed).logits
+    torch.testing.assert_close(ours[:, :-1], later[:, :-1])
 
 
 @pytest.mark.parametrize("padding", [None, "left", "right"])

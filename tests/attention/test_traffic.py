@@ -108,5 +108,13 @@ def test_what_makes_no_shape_is_refused() -> None:
         shape(kv_heads=3)
     with pytest.raises(ValueError, match="q_len: got 0"):
         shape(q_len=0)
+    for cost in (standard_costs, least_cost):
+        with pytest.raises(ValueError, match="dtype: got 'int4'; takes one of whole bytes"):
+            cost(shape(), "int4")
+    for blocks in ((0, 16), (16, 0), (-1, 4), 16, (16, 16, 16)):
+        with pytest.raises(ValueError, match="block_sizes: got"):
+            flash_cost(shape(), "float16", blocks)
+        with pytest.raises(ValueError, match="block_sizes: got"):
+            list(tiles(8, 8, blocks, True))
     with pytest.raises(ValueError, match="causal: got None; takes True or False"):
         shape(causal=None)

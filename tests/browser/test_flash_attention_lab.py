@@ -4,6 +4,8 @@ ledger."""
 import nbformat
 import pytest
 
+from tests.browser.titles import wrong_titles
+
 NOTEBOOK = "flash_attention_lab.ipynb"
 HEADS, SHARED = 3, 1
 FIXED = {"num_attention_heads": HEADS, "num_key_value_heads": SHARED, "dtype": "float32", "kernel": "tiled"}
@@ -119,3 +121,5 @@ def test_each_control_moves_a_known_quantity_and_writes_the_ledger(notebook, art
     assert notebook.number("native_speedup")[0] > 0 and notebook.number("own_difference")[0] < 1e-5
     page.mouse.move(0, 0)
     page.locator(".labkit-lab").screenshot(path=artifacts / "flash_attention_lab.png")
+    assert wrong_titles(notebook) == []
+    page.locator(".labkit-lab").screenshot(path=artifacts / "flash_attention_lab_narrow.png")

@@ -3,6 +3,8 @@
 import nbformat
 import pytest
 
+from tests.browser.titles import wrong_titles
+
 NOTEBOOK = "tile_walk_lab.ipynb"
 FIXED = {"length": 32, "head_dim": 16}
 SETUP = "from labkit.labs import tile_walk_lab"
@@ -90,6 +92,43 @@ def test_each_knob_moves_a_known_quantity_and_writes_the_ledger(notebook, artifa
     page.locator(".labkit-lab").screenshot(path=artifacts / "tile_walk_lab.png")
 
 
+def stands_at(notebook) -> str:
+    handle = notebook.slider("Tile")
+    return f"{handle.get_attribute('aria-valuenow')} of {handle.get_attribute('aria-valuemax')}"
+
+
+def test_reset_goes_back_to_the_first_step_and_the_end_key_to_the_last(notebook):
+    page = notebook.page
+    mask = page.locator(".labkit-lab .widget-checkbox input")
+    reset = page.locator(".labkit-lab button", has_text="Reset")
+    for attempt in range(4):
+        after(notebook, lambda: notebook.move("Block size", -1), block_size=4, causal=True)
+        if attempt % 2:
+            after(notebook, mask.click, block_size=4, causal=False)
+        end = (64 if attempt % 2 else 36) * 1.0
+        setting = {"block_size": 4, "step": int(end)}
+        after(notebook, lambda: notebook.slider("Tile").press("End"), **setting)
+        assert stands_at(notebook) == f"{end} of {end}"
+        after(notebook, reset.click, block_size=8, causal=True, step=8)
+        # Longer than anything on its way to and from the kernel takes.
+        page.wait_for_timeout(1500)
+        assert stands_at(notebook) == "8.0 of 10.0", attempt
+        wait_number(notebook, "tile", "(3, 1)")
+        assert notebook.errors() == []
+    after(notebook, lambda: notebook.slider("Tile").press("End"), block_size=8, step=10)
+
+
+def test_reset_stops_the_play(notebook):
+    page = notebook.page
+    before = len(notebook.server.ledger.read())
+    page.locator(".labkit-lab .labkit-play").click()
+    notebook.wait_for_ledger(lambda line: asked(line, {}) and 1 <= line.params["step"] < 7, before)
+    after(notebook, page.locator(".labkit-lab button", has_text="Reset").click, block_size=8, causal=True, step=8)
+    page.locator(".labkit-lab .labkit-play", has_text="Play").wait_for(timeout=DRAWN_MS)
+    page.wait_for_timeout(1500)
+    assert stands_at(notebook) == "8.0 of 10.0"
+
+
 def test_play_walks_to_the_end_and_starts_again_from_there(notebook):
     page = notebook.page
     play = page.locator(".labkit-lab .labkit-play")
@@ -126,3 +165,13 @@ def test_play_can_be_paused(notebook):
     page.wait_for_timeout(1500)
     assert notebook.slider("Tile").get_attribute("aria-valuenow") == stood and float(stood) < 10
     assert notebook.errors() == []
+
+
+def test_titles_fit_in_a_narrow_window(notebook, artifacts):
+    after(notebook, lambda: notebook.move("Block size", -1), block_size=4)
+    after(notebook, lambda: notebook.slider("Tile").press("End"), block_size=4, step=36)
+    after(notebook, lambda: notebook.move("Block size", 1), block_size=8)
+    after(notebook, lambda: notebook.move("Block size", 1), block_size=16)
+    assert wrong_titles(notebook) == []
+    notebook.page.mouse.move(0, 0)
+    notebook.page.locator(".labkit-lab").screenshot(path=artifacts / "tile_walk_lab_narrow.png")

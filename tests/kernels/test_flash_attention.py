@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labkit.kernels import BackendUnavailable, choose_backend, flash_attention
+from labkit.kernels import BackendUnavailable, choose_backend, flash_attention, why_no_triton
 from labkit.kernels.flash_attention.tiled import attend_tile, empty_state, finish, tiled_forward
 from labkit.kernels.flash_attention.tiles import tiles
 from labkit.measure import peak_memory
@@ -144,8 +144,11 @@ def test_strides_of_any_kind() -> None:
 @pytest.mark.parametrize("backend", ON_CPU)
 def test_empty(sizes: tuple[int, ...], backend: str) -> None:
     batch, heads, q_len, kv_len = sizes
-    out = flash_attention(*inputs(q_len, kv_len, batch=batch, heads=heads), causal=True, backend=backend)
-    assert out.shape == (batch, heads, q_len, 16) and not out.any()
+    x = inputs(q_len, kv_len, batch=batch, heads=heads)
+    for options in ({}, {"seqlens_k": torch.zeros(batch, dtype=torch.int32)}):
+        out = flash_attention(*x, causal=True, backend=backend, **options)
+        assert out.shape == (batch, heads, q_len, 16) and not out.any()
+        assert all(g is not None and not g.any() for g in torch.autograd.grad(out.sum(), x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -160,14 +163,16 @@ def test_low_precision_is_within_twice_pytorchs_own(dtype: torch.dtype, causal: 
     wanted = [expected, *gradients(expected, wide, dout.double())]
 
     def off(out):
-        return [(a.double() - b).abs().max() for a, b in zip([out, *gradients(out, x, dout)], wanted, strict=True)]
+        return [(a.double() - b).norm() for a, b in zip([out, *gradients(out, x, dout)], wanted, strict=True)]
 
     sees = torch.ones(130, 130, dtype=torch.bool).tril(0 if causal else 130) & options["padding_mask"][:, None, None]
     scores = (x[0] @ x[1].repeat_interleave(2, 1).mT / math.sqrt(16)).masked_fill(~sees, -torch.inf)
     blind = ~sees.any(-1, keepdim=True)
     own = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0) @ x[2].repeat_interleave(2, 1)
     allowed_by = off(own)
-    for backend in ON_CPU:
+    # Triton's interpreter multiplies float16 alone rightly.
+    interpreted = dtype is torch.float16 and why_no_triton(x[0].device) is None
+    for backend in (*ON_CPU, "triton") if interpreted else ON_CPU:
         out = flash_attention(*x, backend=backend, **options)
         assert out.dtype is dtype
         for got, allowed in zip(off(out), allowed_by, strict=True):
@@ -235,14 +240,16 @@ class _Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("backend", ["torch", "tiled"])
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("q_len", "padded"), [(1024, False), (1024, True), (1000, False)])
-def test_nothing_is_as_large_as_the_matrix(backend: str, q_len: int, padded: bool) -> None:
+def test_nothing_is_as_large_as_the_matrix(backend: str, q_len: int, padded: bool, causal: bool) -> None:
     """Forward and backward: nothing beyond 256 rows of scores, K, V and the output."""
     x = inputs(q_len, 1024, batch=1, heads=2, kv_heads=1, dtype=torch.float32)
     padding = torch.ones(1, 1024, dtype=torch.bool)
     padding[0, :3] = not padded
     with _Largest() as largest:
-        flash_attention(*x, causal=True, padding_mask=padding if padded else None, backend=backend).sum().backward()
+        out = flash_attention(*x, causal=causal, padding_mask=padding if padded else None, backend=backend)
+        out.sum().backward()
     assert 0 < largest.elements <= 2 * 256 * 1024
 
 
@@ -269,6 +276,50 @@ def test_extra_memory_doubles_with_the_length(backend: str, backward: bool) -> N
 
 
 @pytest.mark.parametrize("backend", ON_CPU)
+def test_what_lies_in_padding_never_gets_in(backend: str) -> None:
+    """NaN as well, as memory that nobody has written holds it: behind the lengths, and in holes."""
+    for options in ({"seqlens_k": torch.tensor([9, 0])}, {"padding_mask": torch.rand(2, 20) > 0.4}):
+        q, k, v = inputs(20)
+        lengths = options.get("seqlens_k", torch.full((2,), 20))
+        keys = (torch.arange(20) < lengths[:, None]) & options.get("padding_mask", torch.ones(2, 20, dtype=torch.bool))
+        dirty = [x.detach().masked_fill(~keys[:, None, :, None], math.nan).requires_grad_() for x in (k, v)]
+        clean, soiled = (flash_attention(q, *x, causal=True, backend=backend, **options) for x in ((k, v), dirty))
+        assert torch.equal(clean, soiled)
+        dout = torch.randn_like(q)
+        for a, b in zip(gradients(clean, (q, k, v), dout), gradients(soiled, (q, *dirty), dout), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_tokens_that_overlap(backend: str) -> None:
+    """Windows over one long row, whose tokens share channels."""
+    x = [torch.randn(3000, dtype=torch.float64).as_strided((2, h, 20, 16), (7, 100, 3, 1)) for h in (4, 2, 2)]
+    torch.testing.assert_close(flash_attention(*x, causal=True, backend=backend), definition(*x, causal=True), **EXACT)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+def test_autocast_changes_nothing(backend: str) -> None:
+    x = inputs(20, dtype=torch.float32)
+    plain = flash_attention(*x, causal=True, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = flash_attention(*x, causal=True, backend=backend)
+        both = [gradients(out, x, torch.ones_like(out)) for out in (plain, cast)]
+    assert torch.equal(plain, cast) and all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+
+
+def test_a_second_derivative_is_refused_and_not_lost() -> None:
+    q, k, v = inputs(9)
+    out = flash_attention(q, k, v, causal=True, backend="tiled")
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="flash_attention is differentiable once"):
+        (out.sum() + gradient.square().sum()).backward()
+    out = flash_attention(q, k, v, causal=True, backend="reference")
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    gradient.square().sum().backward()
+    assert q.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
 def test_the_same_bits_every_time(backend: str) -> None:
     x = inputs(200, dtype=torch.float32)
     runs = []
@@ -289,6 +340,21 @@ def test_choice_of_a_backend() -> None:
     for backend in ("torch", "reference"):
         with pytest.raises(BackendUnavailable, match="takes no block_sizes; 'triton' and 'tiled' do"):
             flash_attention(*x, causal=True, block_sizes=(16, 16), backend=backend)
+
+
+@pytest.mark.skipif(why_no_triton(torch.device("cpu")) is not None, reason="Triton's interpreter is off")
+def test_the_triton_kernel_says_what_it_does_not_take() -> None:
+    refused = {
+        "it takes float16 alone in Triton's interpreter, and q is float32": ({"dtype": torch.float32}, None),
+        "it takes heads of up to 256, and these have 264": ({"dtype": torch.float16, "head_dim": 264}, None),
+        r"its block sizes are powers of two from 16 to 256, and these are \(48, 16\)": (
+            {"dtype": torch.float16},
+            (48, 16),
+        ),
+    }
+    for message, (options, blocks) in refused.items():
+        with pytest.raises(BackendUnavailable, match=f"backend 'triton' cannot run: {message}"):
+            flash_attention(*inputs(8, **options), causal=True, backend="triton", block_sizes=blocks)
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

@@ -4,6 +4,7 @@ The output and the sums that they take are worked out here, not by the forward k
 are padding, lies NaN: one read too many shows. The interpreter multiplies float16 alone rightly.
 """
 
+import inspect
 import math
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from labkit.kernels.flash_attention import backward as room
+from labkit.kernels.flash_attention import backward_kernels, blocks
 from labkit.kernels.flash_attention.backward import backward
 
 pytestmark = [
@@ -231,6 +233,8 @@ def test_the_same_bits_every_time() -> None:
     options = {"bounds": bounds_of(problem.seen), "padding_mask": problem.seen}
     first = problem.run(out, lse, **options)
     assert all(torch.equal(a, b) for a, b in zip(problem.run(out, lse, **options), first, strict=True))
+    # The interpreter runs programs one after another, and would not show sums in whatever order they come.
+    assert "tl.atomic" not in inspect.getsource(backward_kernels)
 
 
 @pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(0, 5, 5), (2, 0, 5), (2, 5, 0), (1, 0, 0)])
@@ -249,8 +253,8 @@ def test_descriptors_where_the_copy_engine_can_read(
 ) -> None:
     """Of q, k, v and dO, in either kernel; where there is padding not in dQ's, which must not read it."""
     made = []
-    monkeypatch.setattr(room, "_capability", lambda device: capability)
-    monkeypatch.setattr(room, "_describe", lambda *each, of=room._describe: made.append(each) or of(*each))
+    monkeypatch.setattr(room, "capability", lambda device: capability)
+    monkeypatch.setattr(room, "describe", lambda *each, of=room.describe: made.append(each) or of(*each))
     problem = make(40, 40)
     if shift:
         q = torch.randn(1, 2, 40, 33).half()[..., shift:]
@@ -261,8 +265,8 @@ def test_descriptors_where_the_copy_engine_can_read(
 
 def test_every_chip_has_tiles_for_every_head() -> None:
     for capability in (80, 86, 89, 90, 100, 103, 120, 121):
-        kind = room.chip_class(capability)
+        kind = blocks.chip_class(capability)
         for described in (False, True) if kind in (90, 100) else (False,):
             for head_dim in range(1, 257):
-                for tile in room.tiles_for(head_dim, capability, described):
-                    assert tile.head_dim >= head_dim and tile in sum(room.TILES[kind, described], ())
+                for tile in blocks.backward_blocks_for(head_dim, capability, described):
+                    assert tile.head_dim >= head_dim and tile in sum(blocks.BACKWARD[kind, described], ())

@@ -269,8 +269,18 @@ def test_heads_that_fit_into_the_cache_run_beside_each_other() -> None:
     k = torch.empty(1, 2, 4096, 128, dtype=torch.float16)
     # 2 MiB of K and V a KV head, of the 2 MiB that may be filled.
     assert launch.heads_together(k, 4) == 4
-    assert launch.heads_together(k[:, :, :1024], 4) == 16
+    four = torch.empty(2, 2, 1024, 128, dtype=torch.float16)
+    assert launch.heads_together(four, 4) == 16
+    assert launch.heads_together(four[:1], 4) == 8  # no more than there are
     assert launch.heads_together(k.repeat(1, 1, 8, 1), 4) == 4
+
+
+def test_a_row_in_place_of_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, launched = [], launch._launch
+    monkeypatch.setattr(launch, "_launch", lambda *x: (rows.append(x[-1]), launched(*x)))
+    x, row = inputs(40), blocks.Blocks(32, 32, 16, 4, 3, described=True)
+    out = launch.forward(*x, True, 0.2, None, None, None, blocks=row)[0]
+    assert rows == [row] and torch.equal(out, launch.forward(*x, True, 0.2, None, None, (32, 16), True)[0])
 
 
 @pytest.mark.parametrize(("batch", "q_len", "kv_len"), [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)])
@@ -318,18 +328,30 @@ def test_gradients_reach_each_input_and_once_only() -> None:
     want = torch.autograd.grad(flash_attention_reference(*wide, True, -0.3, keys), wide, dout.double())
     for a, b in zip(got, want, strict=True):
         assert (a.double() - b).norm() <= 5e-3 * b.norm()
-    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad|differentiate twice"):
+    with pytest.raises(RuntimeError, match="flash_attention is differentiable once"):
         got[0].sum().backward()
 
 
 def test_kept_for_the_backward_pass_is_nothing_that_grows_with_the_square() -> None:
     x = [t.contiguous().requires_grad_() for t in inputs(33, heads=4, kv_heads=2)]
     out = launch.attend(*x, True, 0.2, None, None, SMALL)
-    kept = out.grad_fn.saved_tensors
+    *kept, bounds, mask = out.grad_fn.saved_tensors
+    assert bounds is None and mask is None
     assert [t.shape for t in kept] == [*(t.shape for t in x), out.shape, out.shape[:3]]
     assert [t.data_ptr() for t in kept[:4]] == [t.data_ptr() for t in (*x, out)]
     with torch.no_grad():
         assert launch.attend(*x, True, 0.2, None, None, SMALL).grad_fn is None
+
+
+def test_a_mask_that_is_changed_before_the_backward_pass_is_told() -> None:
+    """Gradients of another mask than the output's would be wrong without a word."""
+    x = [t.requires_grad_() for t in inputs(33, heads=4, kv_heads=2)]
+    mask = torch.rand(x[0].shape[0], x[1].shape[2]) > 0.3
+    for backend in ("triton", "tiled"):
+        out = flash_attention(*x, causal=True, padding_mask=mask, backend=backend)
+        mask.fill_(True)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
 
 
 @pytest.mark.parametrize("capability", [80, 86, 87, 89, 90, 100, 103, 110, 120])

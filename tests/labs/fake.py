@@ -9,9 +9,10 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 import torch
 
-from labkit.labs._frame import Lab, LabSpec
+from labkit.labs._frame import Lab
 from labkit.labs._prediction import Prediction
 from labkit.labs._result import Number, Progress
+from labkit.labs._spec import LabSpec
 from labkit.measure import Measurement
 
 WAIT_S = 20.0
@@ -74,7 +75,10 @@ def draw(figure: go.Figure, result: Result, earlier: tuple[Result, ...]) -> None
     figure.data[1].update(x=[result.params.size], y=[result.area])
 
 
-def build(compute: FakeCompute, *, prediction: Prediction | None = None) -> Lab:
+CPU = torch.device("cpu")
+
+
+def build(compute: FakeCompute, *, prediction: Prediction | None = None, device: torch.device | None = CPU) -> Lab:
     figure = go.Figure([go.Scatter(opacity=0.3, name="earlier"), go.Scatter(name="now")])
     return Lab(
         LabSpec(
@@ -86,7 +90,7 @@ def build(compute: FakeCompute, *, prediction: Prediction | None = None) -> Lab:
             compute=compute,
             figure=lambda: figure,
             draw=draw,
-            device=torch.device("cpu"),
+            device=device,
             prediction=prediction,
         )
     )

@@ -53,8 +53,10 @@ def test_a_heat_map_shades_by_powers_of_ten_and_names_the_highest() -> None:
 def test_the_bundle_has_text_a_picture_where_one_can_be_drawn_and_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     chart = time_shares(TIMES, title="A step")
     for picture, kept in ((b"png", "cG5n"), (None, None)):
-        monkeypatch.setattr(charts, "to_png", lambda *_, p=picture, **__: p)
+        asked = []
+        monkeypatch.setattr(charts, "to_png", lambda *_, p=picture, asked=asked, **size: asked.append(size) or p)
         bundle = chart._repr_mimebundle_()
+        assert asked[0]["width"] <= 900, "a wider one is cut off in a notebook's column"
         assert bundle.get("image/png") == kept and bundle["text/plain"] == chart.text == repr(chart)
         assert bundle["application/vnd.plotly.v1+json"]["data"]
 

@@ -246,7 +246,8 @@ def test_calls_alternate_and_stop_between_two(monkeypatch):
     ops = {name: lambda name=name: order.append(name) for name in "abc"}
     monkeypatch.setattr(_flash_attention_steps, "once", lambda op, device: op() or 1.0)
     times = clock(ops, CPU, 0.5, lambda: False)
-    assert order == list("abcabc") and times["a"] == Timing(1.0, 1.0, 1.0, 2)
+    # More than the time allows, yet three of each: the median of two is the lower one.
+    assert order == list("abcabcabc") and times["a"] == Timing(1.0, 1.0, 1.0, 3)
     order.clear()
     assert clock(ops, CPU, 0.5, lambda: len(order) == 4) is None and order == list("abca")
     order.clear()
@@ -307,7 +308,26 @@ def test_what_else_is_installed_is_run_and_what_is_not_is_a_line(compute, monkey
     lines = [m for m in result.measurements() if m.name == "flash_attention_lab.other_s"]
     assert [line.backend for line in lines] == ["sdpa flash", "sdpa math"]
     monkeypatch.setattr(_flash_attention_compute, "_SLOW_S", 0.0)
-    assert run(compute, 64)[-1].others["sdpa math"] == Found(why_not="not run at this length")
+    assert run(compute, 64)[-1].others["sdpa math"] == Found(why_not="standard attention took more than 0 s here")
+
+
+def test_what_else_is_installed_and_fails_is_a_line_and_the_rest_goes_on(compute, monkeypatch):
+    known = {"labkit torch": None, "sdpa flash": None, "sdpa efficient": None, "sdpa cudnn": None}
+    monkeypatch.setattr(_flash_attention_compute, "attention_implementations", lambda *_: dict(known))
+    real = _flash_attention_steps.run_attention
+    errors = {"sdpa flash": RuntimeError("no kernel\n  for this"), "sdpa cudnn": torch.OutOfMemoryError("1 GB")}
+
+    def attention(name, *rest, **options):
+        if name in errors:
+            raise errors[name]
+        return real(name if name != "sdpa efficient" else "sdpa math", *rest, **options)
+
+    monkeypatch.setattr(_flash_attention_steps, "run_attention", attention)
+    result = run(compute, 64)[-1]
+    assert result.others["sdpa flash"] == Found(why_not="RuntimeError: no kernel for this")
+    assert result.others["sdpa cudnn"] == Found(why_not="out of memory: 1 GB")
+    assert result.others["sdpa efficient"].timing and list(result.others) == [*list(known)[1:]]
+    assert re.search(r"sdpa flash +not run +RuntimeError: no kernel for this$", result.text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,10 @@ def test_time_and_memory_are_curves_over_all_lengths_up_to_the_chosen(lab):
             assert points(curve) == [(n, value(role, n)) for n in (32, 64, 128)]
             assert points(now) == [(128, value(role))] and not points(held[f"earlier {role} {panel}"])
             assert curve.line.color == now.marker.color == colour and now.marker.size > curve.marker.size
-    assert len({held[f"{role} time"].marker.symbol for role in ROLES}) == 3
+    symbols = {role: held[f"{role} time"].marker.symbol for role in ROLES}
+    assert len(set(symbols.values())) == 3
+    for role, symbol in symbols.items():
+        assert {held[f"{role} {panel}"].marker.symbol for panel in ("memory", "rate", "curve time")} == {symbol}
 
 
 def test_earlier_points_stay_faded_and_the_curve_grows(lab):

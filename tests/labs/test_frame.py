@@ -200,6 +200,15 @@ def test_it_says_that_it_waits_for_another_run_on_the_device(ledger):
     assert "Measured" in lab.status.text
 
 
+def test_a_lab_that_times_nothing_waits_for_nobody(ledger):
+    compute = FakeCompute()
+    compute.gate.set()
+    with device_lock("cpu"):
+        lab = build(compute, device=None)
+        assert lab.wait(WAIT_S)
+    assert lab.result == Result(Params(2), 4)
+
+
 def test_a_cell_beside_the_lab_waits_for_its_turn(ledger):
     compute = FakeCompute()
     lab = build(compute)

@@ -93,8 +93,55 @@ def test_a_player_is_one_knob_with_its_slider():
     player.value = 7
     assert player.slider.value == 7 and (player.slider.min, player.slider.max) == (0, 10)
     assert player.slider.continuous_update is False and not player.play.playing
-    assert (player._in_page.source, player._in_page.target) == ((player.play, "value"), (player.slider, "value"))
+    assert player.play.value == 7
+    player.value = 99
+    assert player.value == player.slider.value == player.play.value == 10
     assert 250 <= player.play.interval <= 500, "two to four steps a second"
+
+
+def test_reset_goes_back_to_the_first_step_from_every_setting_also_while_it_plays(lab):
+    step = lab.spec.knobs["step"]
+    for size, causal in ((4, True), (16, True), (8, False), (8, True), (4, False)):
+        move(lab, block_size=size, causal=causal)
+        move(lab, step=step.steps)
+        step.play.playing = True
+        lab.reset()
+        assert lab.wait(WAIT_S) and lab.error is None
+        assert (step.steps, step.value, step.slider.max, step.slider.value) == (10, 8) * 2
+        assert (step.play.max, step.play.value, step.play.playing) == (10, 8, False)
+        assert lab.result.params.step == 8
+
+
+def page_says(widget, **state) -> None:
+    """A message from the page, which may change several traits at once."""
+    widget.set_state(state)
+
+
+def test_the_clock_s_ticks_move_the_slider_and_a_late_one_does_not():
+    player = StepPlayer(10, 3)
+    page_says(player.play, playing=True, value=4)
+    assert player.value == player.slider.value == 4
+    page_says(player.play, value=10, playing=False)
+    assert player.value == player.slider.value == 10
+    player.value = 2
+    page_says(player.play, playing=True)
+    player.stop()
+    page_says(player.play, value=5)
+    assert player.value == player.slider.value == player.play.value == 2
+    page_says(player.play, playing=True)
+    player.resize(5)
+    page_says(player.play, value=9)
+    assert player.value == player.slider.value == player.play.value == 1
+
+
+def test_another_walk_has_a_slider_of_its_own_whose_end_key_knows_its_end():
+    player = StepPlayer(10, 10)
+    old = player.slider
+    player.resize(36)
+    assert player.children == (player.play, player.slider) and player.slider is not old
+    assert (player.slider.max, player.slider.value, player.value) == (36, 36, 36)
+    player.slider.value = 30
+    assert player.value == player.play.value == 30
 
 
 def test_the_matrix_shows_weights_and_tiles_as_they_stand(lab):
@@ -168,8 +215,23 @@ def test_bytes_are_drawn_beside_standard_attention_and_other_walks_stay_faded(la
     assert not found["earlier moved"].x, "the same walk"
     move(lab, block_size=4)
     earlier = found["earlier moved"]
-    assert list(earlier.y[:-1]) == moved and earlier.opacity < 1 and " 8, causal" in earlier.text
+    assert list(earlier.y[:-1]) == moved and earlier.opacity < 1
+    move(lab, causal=False)
+    words = found["moved words"]
+    standard = f" standard: {dict((n.key, n.note) for n in lab.result.numbers())['moved_bytes'].split(': ')[1]}"
+    assert set(words.text) == {standard, " blocks of 8, causal", " blocks of 4, causal"}
+    places = sorted(words.y)
+    assert min(b - a for a, b in zip(places, places[1:], strict=False)) > 0.1 * lab.figure.layout.yaxis6.range[1]
     assert lab.figure.layout.yaxis6.range[1] > lab.result.standard_bytes / 1e3
+
+
+def test_one_row_is_no_rows(lab):
+    said = {}
+    for step in range(1, 11):
+        move(lab, step=step)
+        (rows,) = (n for n in lab.result.numbers() if n.key == "rescaled")
+        said[rows.exact] = rows.text
+    assert said[1] == "1 row" and all(text == f"{count:g} rows" for count, text in said.items() if count != 1)
 
 
 def test_step_0_draws_nothing_but_the_way(lab):
@@ -182,6 +244,7 @@ def test_step_0_draws_nothing_but_the_way(lab):
 
 def test_the_guess_is_answered_by_the_whole_walk_of_the_question(lab):
     lab.prediction.guess.value = "about 2"
+    assert "Set blocks of 4, no mask, Tile at its end" in lab.prediction.children[0].children[0].value
     move(lab, block_size=4)
     move(lab, step=36)
     assert lab.prediction._answer is None, "causal"

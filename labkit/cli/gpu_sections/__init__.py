@@ -68,6 +68,7 @@ _FLASH = (
     "labkit/attention/implementations.py",
     "labkit/attention/_runners.py",
 )
+_IN_MODELS = ("labkit/attention/registration.py", "labkit/attention/masks.py")
 _ENGINE = ("labkit/engine/*.py", "labkit/kernels/dense_linear/*.py")
 
 # In the order they run: what the others are held against comes first. Together they fill six minutes.
@@ -82,7 +83,7 @@ SECTIONS = (
     Section(
         "tests",
         "labkit.cli.gpu_sections.tests:gpu_tests",
-        (*_ENGINE, "labkit/kernels/**/triton.py", "labkit/kernels/**/backward*.py", "labkit/attention/registration.py"),
+        (*_ENGINE, "labkit/kernels/**/triton.py", "labkit/kernels/flash_attention/*.py", *_IN_MODELS),
     ),
     Section("decoder_1b", "labkit.cli.gpu_sections.decoder:decoder_1b", _ENGINE, timeout_s=40.0),
     Section("decoder_8b", "labkit.cli.gpu_sections.decoder:decoder_8b", _ENGINE),

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from labkit.kernels.aot import SHARED_BYTES, Case
+from labkit.kernels.aot import Case
+from labkit.kernels.chips import SHARED_BYTES
 from labkit.kernels.decode_attention import combine, launch
 from labkit.kernels.decode_attention import triton as room
 from labkit.kernels.kv_types import QuantizedKV

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 from labkit._compat import triton_spills_more
-from labkit.kernels.aot import SHARED_BYTES, Case
+from labkit.kernels.aot import Case
+from labkit.kernels.chips import SHARED_BYTES
 from labkit.kernels.flash_attention import backward as room
 from labkit.kernels.flash_attention.backward_kernels import _delta_kernel, _dk_dv_kernel, _dq_kernel
-from labkit.kernels.flash_attention.blocks import chip_class, padded_head
+from labkit.kernels.flash_attention.blocks import BACKWARD, backward_blocks_for, chip_class, padded_head
 
 _NUMBERS = {"softmax_scale": "fp32", "scale_log2": "fp32", "kv_heads": "i32", "q_len": "i32", "kv_len": "i32"}
 _POINTERS = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "bounds_ptr": "*i32", "mask_ptr": "*i1"}
@@ -14,7 +15,6 @@ _POINTERS = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "bounds_ptr": "*i32", "ma
 # Bytes a thread that may spill, as measured, by kernel, chips' kind, descriptors or not, and head; 0 for all others. On
 # sm_100 that is outside of the inner loops, where gradients go from tensor memory to registers and back.
 _SPILLED = {
-    ("dK, dV", 90, True, 64): 24,
     ("dK, dV", 90, True, 256): 184,
     ("dK, dV", 90, False, 256): 24,
     ("dK, dV", 100, True, 80): 376,
@@ -31,7 +31,8 @@ _SPILLED = {
     ("dQ", 86, False, 128): 40,
 }
 if triton_spills_more():  # between the loops
-    _SPILLED |= {("dK, dV", 90, True, 128): 248, ("dK, dV", 90, False, 128): 256}
+    _SPILLED |= {("dK, dV", 90, True, head): 256 for head in (80, 128)}
+    _SPILLED |= {("dK, dV", 90, False, 64): 120, ("dK, dV", 90, False, 80): 272, ("dK, dV", 90, False, 128): 256}
 
 
 def _types(kernel: object, fixed: dict[str, object], rows: tuple[int, int]) -> dict[str, str]:
@@ -58,7 +59,7 @@ def _case(
 ) -> Case:
     """A kernel with the tile that chips of a kind take."""
     of = "dQ" if kernel is _dq_kernel else "dK, dV"
-    tile = room.tiles_for(head_dim, kind, described)[kernel is _dq_kernel]
+    tile = backward_blocks_for(head_dim, kind, described)[kernel is _dq_kernel]
     fixed = room.constants(head_dim, heads_each, causal, padding, padding, described)
     fixed |= {"block_q": tile.block_q, "block_k": tile.block_k}
     types = _types(kernel, fixed, (tile.block_q, tile.block_k))
@@ -88,16 +89,26 @@ def _delta(head_dim: int) -> Case:
     return Case(name, _delta_kernel, types, fixed, num_warps=room.DELTA_WARPS, **options)
 
 
+# What every run compiles, heads of 128 with a causal mask: on which chips of a kind, for dK and dV, and for dQ.
+_EVERY_RUN = {
+    (90, True): ((90,), (90,)),
+    (100, True): ((100,), ()),
+    (80, False): ((80,), (80,)),
+    (86, False): ((86, 89, 120), ()),
+}
+
+
 def backward_cases() -> Iterator[Case]:
-    """In every run: heads of 128 with a causal mask, on sm_90 by descriptors and by pointers, and on two others."""
-    both = (_dk_dv_kernel, _dq_kernel)
-    every = {(90, True): (90,), (90, False): (90,), (80, False): (80,), (86, False): (120,)}
-    for kernel in both:
-        for (kind, described), chips in every.items():
-            yield _case(kernel, kind, 128, described=described, capabilities=chips, every_run=True)
-        for kind, described in room.TILES:
-            for head_dim in (64, 80, 128, 256):
+    """In every run: the larger kernel on each chip, the other on two; the rest in `make aot`."""
+    for kernel in (_dk_dv_kernel, _dq_kernel):
+        for kind, described in BACKWARD:
+            every = _EVERY_RUN.get((kind, described), ((), ()))[kernel is _dq_kernel]
+            rest = tuple(c for c in SHARED_BYTES if chip_class(c) == kind and c not in every)
+            for chips in filter(None, (every, rest)):
+                yield _case(kernel, kind, 128, described=described, capabilities=chips, every_run=chips is every)
+            for head_dim in (64, 80, 256):
                 yield _case(kernel, kind, head_dim, described=described)
+            for head_dim in (64, 80, 128, 256):
                 yield _case(kernel, kind, head_dim, described=described, causal=False, heads_each=1)
                 if not (described and kernel is _dq_kernel):
                     yield _case(kernel, kind, head_dim, described=described, padding=True)

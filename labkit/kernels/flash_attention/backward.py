@@ -1,82 +1,12 @@
 """What launches the kernels of the backward pass: which tiles, and the pointers. Nothing here waits for a GPU."""
 
-from dataclasses import dataclass
-from functools import cache
-
 import torch
 
 from labkit.kernels.flash_attention.backward_kernels import _delta_kernel, _dk_dv_kernel, _dq_kernel
-from labkit.kernels.flash_attention.blocks import chip_class, padded_head
-from labkit.kernels.flash_attention.launch import LOG2_E, _describe, _last_together, can_describe
+from labkit.kernels.flash_attention.blocks import BACKWARD, backward_blocks_for, chip_class, padded_head
+from labkit.kernels.flash_attention.layout import LOG2_E, can_describe, capability, describe, last_together
 
 DELTA_ROWS, DELTA_WARPS = 64, 4
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Block sizes of a kernel, for heads of up to `head_dim`. `tuned_on` names the chip that chose them; None is a
-    guess, by counting."""
-
-    head_dim: int
-    block_q: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    tuned_on: str | None = None
-
-
-# By the chips' kind, and whether the copy engine reads: the tiles for dK and dV, and those for dQ. All are guesses: the
-# largest that spill nothing in an inner loop, for the fewest bytes from the L2 cache and the fewest barriers a product.
-# Keys' gradients of 128 by 128 take 128 of a thread's 255 registers, scores and dP of 64 queries another 64, pointers
-# some 60, which descriptors save: on sm_90 the difference between 32 and 64 queries a tile. Where each warp feeds the
-# matrix unit by itself (sm_80, 86, 89, 120), reads of shared memory a product decide between those that fit.
-TILES = {
-    (90, True): (
-        (Tile(64, 128, 128, 8, 2), Tile(64, 128, 128, 8, 2)),
-        (Tile(128, 64, 128, 8, 2), Tile(128, 128, 128, 8, 2)),
-        (Tile(256, 64, 64, 8, 2), Tile(256, 128, 32, 8, 2)),
-    ),
-    (90, False): (
-        (Tile(64, 64, 128, 8, 2), Tile(64, 128, 64, 8, 2)),
-        (Tile(128, 32, 128, 8, 3), Tile(128, 128, 64, 8, 2)),
-        (Tile(256, 16, 64, 8, 2), Tile(256, 64, 32, 8, 2)),
-    ),
-    (100, True): (
-        (Tile(64, 64, 128, 8, 2), Tile(64, 128, 128, 8, 2)),
-        (Tile(128, 64, 128, 8, 2), Tile(128, 128, 128, 8, 2)),
-        (Tile(256, 32, 64, 8, 2), Tile(256, 128, 32, 8, 2)),
-    ),
-    (100, False): (
-        (Tile(64, 64, 128, 8, 2), Tile(64, 128, 64, 8, 2)),
-        (Tile(128, 64, 64, 8, 1), Tile(128, 128, 64, 8, 2)),
-        (Tile(256, 16, 64, 8, 1), Tile(256, 64, 32, 8, 2)),
-    ),
-    (80, False): (
-        (Tile(64, 32, 128, 8, 2), Tile(64, 128, 64, 8, 2)),
-        (Tile(128, 64, 64, 8, 2), Tile(128, 128, 32, 8, 3)),
-        (Tile(256, 32, 64, 8, 2), Tile(256, 64, 32, 8, 2)),
-    ),
-    (86, False): (
-        (Tile(64, 32, 128, 8, 2), Tile(64, 128, 64, 8, 2)),
-        (Tile(128, 64, 64, 8, 2), Tile(128, 128, 32, 8, 2)),
-        (Tile(256, 32, 32, 8, 1), Tile(256, 32, 32, 8, 2)),
-    ),
-}
-
-
-@cache
-def _capability(device: torch.device) -> int:
-    """As `sm_<capability>`; without a GPU, of the chips that have the least shared memory."""
-    if device.type != "cuda":
-        return 86
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-def tiles_for(head_dim: int, capability: int, described: bool) -> tuple[Tile, Tile]:
-    """The row of the table: the tiles for dK and dV, and for dQ."""
-    rows = TILES.get((chip_class(capability), described), TILES[90, described])
-    return next(tiles for tiles in rows if head_dim <= tiles[0].head_dim)
 
 
 def backward(
@@ -104,10 +34,10 @@ def backward(
     """
     if not q.numel() or not k.numel():
         return tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    q, k, v, out, dout = map(_last_together, (q, k, v, out, dout))
+    q, k, v, out, dout = map(last_together, (q, k, v, out, dout))
     dq, dk, dv = map(_like, (q, k, v))
     if described is None:
-        described = (chip_class(_capability(q.device)), True) in TILES and can_describe(q, k, v, dout)
+        described = (chip_class(capability(q.device)), True) in BACKWARD and can_describe(q, k, v, dout)
     # Triton launches on the current device, wherever the tensors are.
     with torch.cuda.device_of(q):
         lse = lse.contiguous()
@@ -179,12 +109,12 @@ def _launch(
     """One of the two kernels over q, k, v and dout, and lse, delta, bounds and mask."""
     q, k = tensors[:2]
     described = fixed["described"]
-    tile = tiles_for(q.shape[3], _capability(q.device), described)[kernel is _dq_kernel]
+    tile = backward_blocks_for(q.shape[3], capability(q.device), described)[kernel is _dq_kernel]
     block_q, block_k = block_sizes or (tile.block_q, tile.block_k)
     readers = tensors
     if described:
         rows = (block_q, block_k, block_k, block_q)
-        readers = tuple(_describe(x, n, fixed["head_dim_p"]) for x, n in zip(tensors, rows, strict=True))
+        readers = tuple(describe(x, n, fixed["head_dim_p"]) for x, n in zip(tensors, rows, strict=True))
     owned, block = (q, block_q) if kernel is _dq_kernel else (k, block_k)
     kernel[(owned.shape[0] * owned.shape[1] * -(-owned.shape[2] // block),)](
         *readers,

@@ -1,24 +1,24 @@
 """What launches the forward kernel, and the autograd function around it. Nothing here waits for a GPU."""
 
-import math
 from functools import cache
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from labkit.kernels.chips import SHARED_BYTES
+from labkit.kernels.flash_attention.backward import backward
 from labkit.kernels.flash_attention.blocks import (
     LEAST,
-    SHARED_BYTES,
     Blocks,
     blocks_for,
     chip_class,
     padded_head,
     shared_bytes,
 )
+from labkit.kernels.flash_attention.layout import LOG2_E, can_describe, capability, describe, last_together
+from labkit.kernels.flash_attention.once import differentiable_once
 from labkit.kernels.flash_attention.triton import _forward_kernel
 
 DTYPES = (torch.bfloat16, torch.float16)
-LOG2_E = math.log2(math.e)
 LARGEST_HEAD = 256
 # The largest tile that block_sizes may ask for.
 MOST = 256
@@ -42,19 +42,10 @@ def why_not(
 def _why_not_blocks(q: torch.Tensor, block_sizes: tuple[int, int]) -> str | None:
     if not all(LEAST <= n <= MOST and n & (n - 1) == 0 for n in block_sizes):
         return f"its block sizes are powers of two from {LEAST} to {MOST}, and these are {block_sizes}"
-    takes, has = shared_bytes(q.shape[3], *block_sizes, 1), SHARED_BYTES[chip_class(_capability(q.device))]
+    takes, has = shared_bytes(q.shape[3], *block_sizes, 1), SHARED_BYTES[chip_class(capability(q.device))]
     if takes > has:
         return f"tiles of {block_sizes} take {takes} bytes of shared memory, and there are {has}"
     return None
-
-
-@cache
-def _capability(device: torch.device) -> int:
-    """As `sm_<capability>`; where there is no GPU a Hopper's, whose kernel has both forms."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 @cache
@@ -65,26 +56,9 @@ def _l2_bytes(device: torch.device) -> int:
 def heads_together(k: torch.Tensor, heads_each: int) -> int:
     """Query heads that run beside each other: those of as many KV heads as the L2 cache holds, and at least of one."""
     bytes_each = 2 * k.shape[2] * k.shape[3] * k.element_size()
-    return heads_each * max(1, int(_L2_SHARE * _l2_bytes(k.device)) // max(1, bytes_each))
-
-
-def _last_together(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(3) == 1 else x.contiguous()
-
-
-def can_describe(*tensors: torch.Tensor) -> bool:
-    """Whether Hopper's copy engine can read these: from multiples of 16 bytes on, and no row twice."""
-    return all(
-        x.data_ptr() % 16 == 0 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
-        for x in tensors
-    )
-
-
-def _describe(x: torch.Tensor, rows: int, padded: int) -> object:
-    """A descriptor of tiles `(1, 1, rows, padded)`, which the host makes: no memory on the GPU is asked for."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, padded])
+    fit = max(1, int(_L2_SHARE * _l2_bytes(k.device)) // max(1, bytes_each))
+    # No more than there are: the kernel multiplies them by the blocks of a head, in 32 bits.
+    return heads_each * min(fit, k.shape[0] * k.shape[1])
 
 
 def forward(
@@ -97,10 +71,12 @@ def forward(
     padding_mask: torch.Tensor | None,
     block_sizes: tuple[int, int] | None,
     described: bool | None = None,
+    blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, laid out as q, and the logarithm to base 2 of each query's sum, float32 `(batch, heads, q_len)`.
 
     `described`: by descriptors, or by pointers; None is what is better on this GPU where the tensors allow it.
+    `blocks`: in place of the table's row, to compare what a tile's sizes alone do not say.
     """
     assert why_not(q, k, v, block_sizes) is None, why_not(q, k, v, block_sizes)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -109,15 +85,15 @@ def forward(
     if softmax_scale < 0:
         # The kernel takes the largest product for the largest score.
         q, softmax_scale = -q, -softmax_scale
-    q, k, v = map(_last_together, (q, k, v))
+    q, k, v = map(last_together, (q, k, v))
     out = torch.empty_like(q)
     if out.stride(3) != 1:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if described is None:
         described = padding_mask is None and can_describe(q, k, v)
-    blocks = blocks_for(q.shape[3], _capability(q.device), described)
+    blocks = blocks or blocks_for(q.shape[3], capability(q.device), described)
     if block_sizes is not None:
-        blocks = blocks.resized(*block_sizes, _capability(q.device))
+        blocks = blocks.resized(*block_sizes, capability(q.device))
     # Triton launches on the current device, wherever the tensors are.
     with torch.cuda.device_of(q):
         _launch(q, k, v, out, lse, causal, softmax_scale, bounds, padding_mask, blocks)
@@ -146,7 +122,7 @@ def _launch(q, k, v, out, lse, causal, softmax_scale, bounds, padding_mask, bloc
     readers = (q, k, v)
     if blocks.described:
         rows = (blocks.block_q, blocks.block_k, blocks.block_k)
-        readers = tuple(_describe(x, n, fixed["padded"]) for x, n in zip(readers, rows, strict=True))
+        readers = tuple(describe(x, n, fixed["padded"]) for x, n in zip(readers, rows, strict=True))
     _forward_kernel[(-(-q_len // blocks.block_q) * batch * heads,)](
         *readers,
         out,
@@ -177,16 +153,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, causal, softmax_scale, bounds, padding_mask, block_sizes):
         out, lse = forward(q, k, v, causal, softmax_scale, bounds, padding_mask, block_sizes)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = (causal, softmax_scale, bounds, padding_mask)
+        ctx.save_for_backward(q, k, v, out, lse, bounds, padding_mask)
+        ctx.options = (causal, softmax_scale)
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dout):
-        from labkit.kernels.flash_attention.backward import backward
-
-        return *backward(dout, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+        *saved, bounds, padding_mask = ctx.saved_tensors
+        return *backward(dout, *saved, *ctx.options, bounds, padding_mask), None, None, None, None, None
 
 
 def attend(

@@ -19,23 +19,30 @@ def native_attention(
 
     On a GPU, masks with shared KV heads take PyTorch's plain formula: there K and V are repeated, chunk by chunk.
     """
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(_apart, (q, k, v))
+    if keys is not None:  # whatever lies in padding, NaN too, is not to get in
+        k, v = (x.masked_fill(~keys[:, None, :, None], 0.0) for x in (k, v))
     q_len, kv_len = q.shape[2], k.shape[2]
     causal = causal and q_len > 1  # the last query sees every key
     if keys is None and (not causal or q_len == kv_len):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True)
-    if not causal:
-        return _masked(q, k, v, keys[:, None, None], softmax_scale)
     chunks = []
     for start in range(0, max(1, q_len), CHUNK):
         chunk = q[:, :, start : start + CHUNK]
         first = start + kv_len - q_len  # the place of the chunk's first query
-        seen = max(0, first + chunk.shape[2])
-        place = torch.arange(first, first + chunk.shape[2], device=q.device)
-        sees = (torch.arange(seen, device=q.device) <= place[:, None])[None, None]
-        sees = sees if keys is None else sees & keys[:, None, None, :seen]
+        seen = max(0, first + chunk.shape[2]) if causal else kv_len
+        sees = None if keys is None else keys[:, None, None, :seen]
+        if causal:
+            place = torch.arange(first, first + chunk.shape[2], device=q.device)
+            past = torch.arange(seen, device=q.device) <= place[:, None]
+            sees = past[None, None] if sees is None else past & sees
         chunks.append(_masked(chunk, k[:, :, :seen], v[:, :, :seen], sees, softmax_scale))
     return torch.cat(chunks, dim=2)
+
+
+def _apart(x: Tensor) -> Tensor:
+    """x, or a copy where channels do not lie side by side or tokens overlap, which PyTorch's kernel reads wrongly."""
+    return x if x.stride(3) == 1 and not 0 < x.stride(2) < x.shape[3] else x.contiguous()
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, softmax_scale: float) -> Tensor:

@@ -19,6 +19,8 @@ def flash_attention_reference(
     wide, (q_len, kv_len) = torch.promote_types(q.dtype, torch.float32), (q.shape[2], k.shape[2])
     group = q.shape[1] // k.shape[1]
     k, v = (x.to(wide).repeat_interleave(group, dim=1) for x in (k, v))
+    if keys is not None:  # whatever lies in padding, NaN too, is not to get in
+        k, v = (x.masked_fill(~keys[:, None, :, None], 0.0) for x in (k, v))
     sees = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device)
     sees = sees.tril(kv_len - q_len) if causal else sees
     sees = sees[None, None] if keys is None else sees & keys[:, None, None]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from labkit.kernels.flash_attention.once import differentiable_once
 from labkit.kernels.flash_attention.tiles import Tile, tiles
 
 # Queries and keys of a tile. Smaller ones read K and V more often, larger ones hold more scores at a time.
@@ -66,9 +66,15 @@ def _rows(x: Tensor, kv_heads: int, start: int, stop: int) -> Tensor:
     return tokens.reshape(x.shape[0], kv_heads, group * tokens.shape[2], *x.shape[3:]).to(wide)
 
 
+def _keys_of(x: Tensor, tile: Tile, keys: Tensor | None, wide: torch.dtype) -> Tensor:
+    """A tile's keys or values, in `wide`; zeros where they are padding, whatever lies there."""
+    part = x[:, :, tile.k_start : tile.k_stop].to(wide)
+    return part if keys is None else part.masked_fill(~keys[:, None, tile.k_start : tile.k_stop, None], 0.0)
+
+
 def tile_scores(q_rows: Tensor, k: Tensor, tile: Tile, causal_offset: int, keys: Tensor | None) -> Tensor:
     """One tile of scaled scores, minus infinity where a key is not seen."""
-    scores = q_rows @ k[:, :, tile.k_start : tile.k_stop].to(q_rows.dtype).mT
+    scores = q_rows @ _keys_of(k, tile, keys, q_rows.dtype).mT
     if tile.partial:
         place = torch.arange(tile.q_start, tile.q_stop, device=k.device) + causal_offset
         past = torch.arange(tile.k_start, tile.k_stop, device=k.device) > place[:, None]
@@ -101,7 +107,7 @@ def tiled_forward(
         state = empty_state(q_rows)
         for tile in row_of_tiles:
             scores = tile_scores(q_rows, k, tile, kv_len - q_len, keys)
-            state = attend_tile(state, scores, v[:, :, tile.k_start : tile.k_stop].to(wide))
+            state = attend_tile(state, scores, _keys_of(v, tile, keys, wide))
         out_rows, lse_rows = finish(state)
         out[:, :, start:stop] = out_rows.view(batch, heads, stop - start, q.shape[3])
         lse[:, :, start:stop] = lse_rows.view(batch, heads, stop - start)
@@ -133,10 +139,10 @@ def tiled_backward(
         weights = tile_scores(q_rows * softmax_scale, k, tile, kv_len - q_len, keys)
         weights = weights.sub_(_rows(lse, kv_heads, *at)[..., None]).exp_()
         dv[:, :, seen] += weights.mT @ dout_rows
-        dweights = dout_rows @ v[:, :, seen].to(wide).mT
+        dweights = dout_rows @ _keys_of(v, tile, keys, wide).mT
         dscores = weights * (dweights - _rows(delta, kv_heads, *at)[..., None]) * softmax_scale
         dk[:, :, seen] += dscores.mT @ q_rows
-        dq_rows = dscores @ k[:, :, seen].to(wide)
+        dq_rows = dscores @ _keys_of(k, tile, keys, wide)
         dq[:, :, tile.q_start : tile.q_stop] += dq_rows.view(*q.shape[:2], tile.q_stop - tile.q_start, q.shape[3])
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -152,7 +158,7 @@ class TiledAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, dout):
         q, k, v, out, lse, keys = ctx.saved_tensors
         causal, softmax_scale, block_sizes = ctx.options

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from labkit import _check
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -15,13 +17,20 @@ class Tile:
     partial: bool
 
 
+def check_block_sizes(block_sizes: object) -> tuple[int, int]:
+    """As two numbers of at least 1: queries and keys of a tile."""
+    pair = isinstance(block_sizes, tuple | list) and len(block_sizes) == 2
+    _check.require(pair, "block_sizes", block_sizes, "(block_q, block_k), queries and keys of a tile")
+    return tuple(_check.integer("block_sizes", size, 1) for size in block_sizes)
+
+
 def tiles(q_len: int, kv_len: int, block_sizes: tuple[int, int], causal: bool) -> Iterator[Tile]:
     """The tiles of `block_sizes` (queries, keys) in the order of the forward pass: along the keys, then down.
 
     Causal, query i stands at place i + kv_len - q_len: tiles that lie wholly past their last query's place are left
     out. The last tile of either axis is as long as what is left.
     """
-    block_q, block_k = block_sizes
+    block_q, block_k = check_block_sizes(block_sizes)
     offset = kv_len - q_len
     for q_start in range(0, q_len, block_q):
         q_stop = min(q_start + block_q, q_len)

@@ -10,8 +10,8 @@ was counted in the compiler's output (Triton 3.6 and 3.7, not run), heads of 128
 189 registers a thread against 254 by pointers; both products are HGMMA, the weights their left operand in registers;
 K and V come by UTMALDG. In each turn of the loop the warps meet at a barrier before the product with V, and the wait
 after the product with K waits for both: no product runs beside a softmax of its own program. Hence two programs a
-multiprocessor (`blocks.py`). Neither a loop that multiplies the next keys first nor one that puts the product with V
-behind the next scores changed those waits.
+multiprocessor, of 64 keys a tile and 4 warps (`blocks.py`). Neither a loop that multiplies the next keys first nor one
+that puts the product with V behind the next scores changed those waits.
 
 Left out: `warp_specialize=True`. For sm_90 the compiler ignores it with 8 warps (the same registers, no setmaxnreg)
 and fails with 4; for sm_100 it makes partitions, of which Triton 3.7 spills 16 bytes with 8 warps and both hundreds
@@ -158,7 +158,7 @@ def _write(out_ptr, lse_ptr, state, first, row_stride, q_len, head_dim: tl.const
     tl.store(lse_ptr + first + i, most + tl.log2(divisor), mask=inside)
 
 
-@triton.jit(do_not_specialize=["q_len", "kv_len", "heads", "all_heads", "together"])
+@triton.jit(do_not_specialize=["q_len", "kv_len", "heads", "all_heads", "together", "mask_stride_b"])
 def _forward_kernel(
     q,  # (batch, heads, q_len, head_dim): a pointer, or a descriptor of (1, 1, block_q, padded)
     k,  # (batch, kv_heads, kv_len, head_dim): the same, of (1, 1, block_k, padded)

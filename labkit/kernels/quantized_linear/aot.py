@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from labkit.kernels.aot import SHARED_BYTES, Case
+from labkit.kernels.aot import Case
+from labkit.kernels.chips import SHARED_BYTES
 from labkit.kernels.quantized_linear import triton as room
 from labkit.kernels.quantized_linear.interleaved import WORDS, block_columns
 
