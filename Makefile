@@ -89,8 +89,8 @@ test-units: $(STAMP)/labkit ## only the unit tests
 	@OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist worksteal --ignore=tests/notebooks --ignore=tests/browser $(TEST_ARGS)
 
 test-notebooks: $(STAMP)/labkit ## only the notebooks: every output by nbval, hygiene, solutions
-	@echo "Notebooks"
-	@$(PYTEST) $(NBVAL) notebooks tests/notebooks $(TEST_ARGS) || { \
+	@echo "Notebooks, two at a time"
+	@$(PYTEST) $(NBVAL) -n 2 --dist loadscope notebooks tests/notebooks $(TEST_ARGS) || { \
 		git diff --quiet -- notebooks 2>/dev/null || \
 			echo "The notebooks hold changes of your own: see 'Troubleshooting' in README.md" >&2; \
 		exit 1; \

@@ -2,7 +2,7 @@
 the keys that they see, with the softmax's largest score and sum kept beside the output, in float32 and powers of two.
 
 Tiles that every query of the block sees whole need no mask, and one loop; those at the diagonal or at an end have
-another. A key that no query sees is not loaded; a KV head is found by its number and never repeated.
+another. A tile that no query sees is not loaded; a KV head is found by its number and never repeated.
 
 The kernel has two forms. By pointers it takes any strides and holes in the keys. By descriptors, which the host makes,
 Hopper's copy engine fetches a tile as one instruction of one thread, and fills with zeros what lies past an end. What
