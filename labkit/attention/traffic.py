@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from labkit import _check
-from labkit.kernels.flash_attention.tiles import check_block_sizes
+from labkit.kernels.flash_attention.tiles import check_block_sizes, query_blocks
 from labkit.sizing import bits_per_element
 from labkit.step_costs import OpCost
 
@@ -109,12 +109,10 @@ def flash_cost(shape: AttentionShape, dtype: torch.dtype | str, block_sizes: tup
 
 
 def _blocks_of_queries(shape: AttentionShape, block_sizes: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """Of each block of queries, how many it has and how many keys lie in the tiles that it visits, as `tiles` walks."""
+    """Of each block of queries, how many it has and how many keys lie in the tiles that it visits."""
     block_q, block_k = check_block_sizes(block_sizes)
-    for start in range(0, shape.q_len, block_q):
-        stop = min(start + block_q, shape.q_len)
-        seen = stop + shape.kv_len - shape.q_len if shape.causal else shape.kv_len
-        yield stop - start, min(shape.kv_len, -(-max(0, seen) // block_k) * block_k)
+    for start, stop, seen in query_blocks(shape.q_len, shape.kv_len, block_q, shape.causal):
+        yield stop - start, min(shape.kv_len, -(-seen // block_k) * block_k)
 
 
 def least_cost(shape: AttentionShape, dtype: torch.dtype | str) -> OpCost:

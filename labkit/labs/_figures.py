@@ -4,6 +4,7 @@ import copy
 import logging
 import math
 import threading
+from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
@@ -109,3 +110,16 @@ def to_png(figure: go.Figure, *, width: int = 1100, height: int | None = None) -
         _png_broken.set()
         return None
     return picture[0]
+
+
+def spread(values: Sequence[float], apart: float) -> list[float]:
+    """The values moved until neighbours are at least `apart`, in the order that they have, about the same middle."""
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    places = [values[i] for i in order]
+    for _ in range(20 * len(places)):
+        for i in range(len(places) - 1):
+            missing = apart - (places[i + 1] - places[i])
+            if missing > 1e-9:
+                places[i] -= missing / 2
+                places[i + 1] += missing / 2
+    return [place for _, place in sorted(zip(order, places, strict=True))]

@@ -10,7 +10,7 @@ from plotly.basedatatypes import BaseTraceType
 from plotly.subplots import make_subplots
 
 from labkit._table import readable
-from labkit.labs._figures import COLOURS, INK, MUTED, TEMPLATE, log_range
+from labkit.labs._figures import COLOURS, INK, MUTED, TEMPLATE, log_range, spread
 from labkit.labs._flash_attention_costs import ROLES, costs, predicted_peak
 from labkit.labs._flash_attention_forms import setting
 from labkit.labs._flash_attention_result import FlashAttentionResult
@@ -182,16 +182,3 @@ def _set_range(
         text=[f"<b>{say(value)}</b>" for value in shown.values()],
         textfont={"color": [colour(role) for role in shown]},
     )
-
-
-def spread(values: Sequence[float], apart: float) -> list[float]:
-    """The values moved until neighbours are at least `apart`, in the order that they have, about the same middle."""
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    places = [values[i] for i in order]
-    for _ in range(20 * len(places)):
-        for i in range(len(places) - 1):
-            missing = apart - (places[i + 1] - places[i])
-            if missing > 1e-9:
-                places[i] -= missing / 2
-                places[i + 1] += missing / 2
-    return [place for _, place in sorted(zip(order, places, strict=True))]

@@ -11,6 +11,7 @@ import torch
 
 from labkit.attention.implementations import run_attention
 from labkit.kernels import BackendUnavailable, flash_attention
+from labkit.kernels.flash_attention import tiles
 from labkit.labs._flash_attention_costs import predicted_peak
 from labkit.labs._flash_attention_result import FlashAttentionParams
 from labkit.labs._result import si
@@ -53,9 +54,7 @@ def make_ops(params: FlashAttentionParams, inputs: tuple[torch.Tensor, ...]) -> 
 
 def tile_count(params: FlashAttentionParams) -> int:
     """Tiles that the course's kernel visits, for each head."""
-    rows = -(-params.seq_len // params.block_size)
-    # Square tiles over a square matrix: under a causal mask those below and on the diagonal.
-    return rows * (rows + 1) // 2 if params.causal else rows * rows
+    return tiles.tile_count(params.seq_len, params.seq_len, params.block_sizes, params.causal)
 
 
 def needed_bytes(params: FlashAttentionParams, role: str) -> int:

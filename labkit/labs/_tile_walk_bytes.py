@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import plotly.graph_objects as go
 from plotly.basedatatypes import BaseTraceType
 
-from labkit.labs._figures import COLOURS, INK, MUTED, PURPLE, SKY
-from labkit.labs._flash_attention_figure import spread
+from labkit.labs._figures import COLOURS, INK, MUTED, PURPLE, SKY, spread
 from labkit.labs._result import si
 from labkit.labs._tile_walk_forms import setting
 from labkit.labs._tile_walk_matrix import K_COLOUR, Q_COLOUR, V_COLOUR

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from labkit import _check
 from labkit.attention.traffic import AttentionShape, standard_costs, standard_extra_bytes
-from labkit.kernels.flash_attention.tiles import tiles
+from labkit.kernels.flash_attention import tiles
 from labkit.labs import _tile_walk_forms as forms
 from labkit.labs._result import Number
 from labkit.labs._tile_walk_steps import Held, Traffic, Visit, Walk
@@ -19,7 +19,7 @@ DTYPE = "float32"
 
 def tile_count(block_size: int, causal: bool, length: int = LENGTH) -> int:
     """Tiles that the forward pass visits."""
-    return sum(1 for _ in tiles(length, length, (block_size, block_size), causal))
+    return tiles.tile_count(length, length, (block_size, block_size), causal)
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def flash_attention(
     name = _automatic(q, k, v, blocks) if backend == "auto" else backend
     if name in ("torch", "reference") and blocks is not None:
         raise BackendUnavailable(f"flash_attention: backend {name!r} takes no block_sizes; 'triton' and 'tiled' do")
-    if name == "triton" and (reason := why_not_triton(q, k, v, blocks)):
+    if backend == "triton" and (reason := why_not_triton(q, k, v, blocks)):
         raise BackendUnavailable(f"flash_attention: backend 'triton' cannot run: {reason}")
     if not q.numel() or not k.numel():
         # Nothing is seen, and every input has a gradient, of zeros.
