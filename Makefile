@@ -88,9 +88,10 @@ test-units: $(STAMP)/labkit ## only the unit tests
 	@echo "Unit tests, two processes of one thread each"
 	@OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist worksteal --ignore=tests/notebooks --ignore=tests/browser $(TEST_ARGS)
 
+# nbval does not compare pictures, and drawing one starts a browser for 2 s: without a path to one there are none.
 test-notebooks: $(STAMP)/labkit ## only the notebooks: every output by nbval, hygiene, solutions
 	@echo "Notebooks, two at a time"
-	@$(PYTEST) $(NBVAL) -n 2 --dist loadscope notebooks tests/notebooks $(TEST_ARGS) || { \
+	@BROWSER_PATH=/none $(PYTEST) $(NBVAL) -n 2 --dist loadscope notebooks tests/notebooks $(TEST_ARGS) || { \
 		git diff --quiet -- notebooks 2>/dev/null || \
 			echo "The notebooks hold changes of your own: see 'Troubleshooting' in README.md" >&2; \
 		exit 1; \

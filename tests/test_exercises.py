@@ -1,6 +1,10 @@
 """Exercises: solutions pass, known wrong answers fail by name, untouched stubs are not attempted, nothing raises."""
 
 import importlib.util
+import sys
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,14 +13,16 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labkit import exercises
-from labkit.exercises import _ch01_speed, _session, check, hint, status
+from labkit.exercises import _ch01_speed, _ch05_fixed, _session, check, hint, status
 from labkit.exercises._exercise import Exercise, Failed, without_labkit
+from labkit.exercises._limit import within
 from labkit.exercises._watch import watched, without_fused_attention
 from labkit.exercises.ch01 import EXERCISES as CH01
 from labkit.exercises.ch01 import measured_decode
 from labkit.exercises.ch02 import EXERCISES as CH02
 from labkit.exercises.ch03 import EXERCISES as CH03
 from labkit.exercises.ch04 import EXERCISES as CH04
+from labkit.exercises.ch05 import EXERCISES as CH05
 from labkit.kernels.bits import words_per_row
 from labkit.measure import Label, Measurement
 from labkit.models import LoadedModel, model_config, tiny_model
@@ -38,6 +44,7 @@ CHAPTERS = {
     2: (CH02, _solutions_of("ch02")),
     3: (CH03, _solutions_of("ch03")),
     4: (CH04, _solutions_of("ch04")),
+    5: (CH05, _solutions_of("ch05")),
 }
 NAMES = [exercise.name for registered, _ in CHAPTERS.values() for exercise in registered]
 ANSWERS, STUBS, SOLUTIONS, WRONGS = (
@@ -243,8 +250,6 @@ def test_what_is_shown_is_escaped():
 
 
 def test_the_tripwire_sees_any_way_of_calling_and_leaves_the_profiler_as_it_was():
-    import sys
-
     from labkit import roofline, sizing
 
     config = model_config("smollm2-135m")
@@ -308,6 +313,59 @@ def test_a_watch_sees_attention_computed_whole_however_it_is_called(backend):
     without_fused_attention(watched(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, given, given, given)[1])
 
 
+def test_a_loop_that_never_ends_ends_its_check(monkeypatch):
+    """One that calls nothing, so that only the clock can tell, and one that keeps all that is raised in it."""
+    monkeypatch.setattr(_ch05_fixed, "_LIMIT_S", 0.2)
+
+    def spins(*_: object) -> object:
+        while True:
+            pass
+
+    def keeps(target: object, draft: object, tokens: list[int], *_: object) -> object:
+        while True:
+            try:
+                draft(tokens)
+            except Exception:
+                pass
+
+    for function, says in ((spins, "had not ended after 0.2 seconds"), (keeps, "calls of target and draft, and not")):
+        result = check("fixed_speculation", function)
+        assert result.passed is False and says in result.message and "or the loop does not end" in result.message
+    assert sys.getprofile() is None
+
+
+def test_a_time_limit_changes_nothing_for_what_ends_and_holds_in_any_thread():
+    assert within(60, lambda: 7, "too long") == 7
+    with pytest.raises(KeyError, match="its own"):
+        within(60, lambda: {}["its own"], "too long")
+
+    def briefly() -> None:
+        end = time.perf_counter() + 0.05
+        while time.perf_counter() < end:
+            pass
+
+    for _ in range(5):  # it ends at about the moment when the limit is looked at, and nothing is raised after that
+        with suppress(Failed):
+            assert within(0.0, briefly, "too long") is None
+        briefly()
+    caught: list[str] = []
+
+    def spin() -> None:
+        while True:
+            pass
+
+    def in_thread() -> None:
+        try:
+            within(0.1, spin, "too long")
+        except Failed as failure:
+            caught.append(str(failure))
+
+    thread = threading.Thread(target=in_thread, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert caught == ["too long"]
+
+
 @pytest.mark.parametrize(
     ("name", "module"),
     [
@@ -329,6 +387,13 @@ def test_a_watch_sees_attention_computed_whole_however_it_is_called(backend):
         ("tiled_attention", "attention/implementations"),
         ("block_backward", "kernels/flash_attention/tiled"),
         ("fixed_flash_attention", "kernels/flash_attention/reference"),
+        ("accept_step", "speculative/acceptance"),
+        ("residual", "speculative/acceptance"),
+        ("emit", "speculative/wrong_rules"),
+        ("best_draft_length", "speculative/theory"),
+        ("prompt_lookup", "speculative/prompt_lookup"),
+        ("fixed_speculation", "speculative/decode"),
+        ("fixed_speculation", "engine/sampling"),
     ],
 )
 def test_what_a_chapter_teaches_may_not_be_called_in_its_exercise(name, module):

@@ -22,7 +22,7 @@ RANKS = [
     {"speculative"},
     {"engine"},
     {"claims", "labs", "exercises"},
-    {"cli", "__main__"},
+    {"cli", "__main__", "speculative.train"},
 ]
 FRONT_ENDS = {"ipywidgets", "plotly", "anywidget", "kaleido", "matplotlib"}
 FILE_LINES, KERNEL_FILE_LINES = 250, 400

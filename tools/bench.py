@@ -159,6 +159,13 @@ def qat() -> Iterator[Figure]:
     yield from bench_quantization.training()
 
 
+def speculation() -> Iterator[Figure]:
+    """Tokens a target call and speed of each proposer, on held-out prompts."""
+    from tools import bench_speculation
+
+    yield from bench_speculation.speculation()
+
+
 BENCHES: dict[str, Callable[[], Iterator[Figure]]] = {
     "imports": imports,
     "loading": loading,
@@ -167,6 +174,7 @@ BENCHES: dict[str, Callable[[], Iterator[Figure]]] = {
     "quantization": quantization,
     "int4": int4,
     "qat": qat,
+    "speculation": speculation,
 }
 
 

@@ -8,11 +8,15 @@ from labkit import _check
 from labkit.hardware import describe
 from labkit.kv_cache.interface import DecoderCache, StepInput
 
+# Up to so many queries a mask is made once for each head of a group; beyond, it would weigh more than it saves.
+_FEW_QUERIES = 64
+
 
 class StaticKVCache:
     """Keys and values of every layer, `(num_layers, batch, num_key_value_heads, max_length, head_dim)` each.
 
-    `length` counts the tokens held; slots past it are free. Errors: ValueError, with the bytes, where it does not fit.
+    `length` counts the tokens held; slots past it are free. Rows may differ in length (`crop_rows_to`, `keep`): then
+    `length` is the longest one's. Errors: ValueError, with the bytes, where it does not fit.
     """
 
     def __init__(
@@ -24,7 +28,24 @@ class StaticKVCache:
         shape = _shape(config, batch, max_length)
         _refuse_if_too_large(shape, dtype, device)
         self.keys, self.values = _new_storage(shape, dtype, device)
-        self.batch, self.max_length, self.length = batch, max_length, 0
+        self.batch, self.max_length = batch, max_length
+        self._masked: tuple[StepInput, torch.Tensor] | None = None
+        self._set_lengths([0] * batch)
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        self.length = max(lengths)
+        # None where all rows have one length, which is what a step need not look at row by row.
+        self._rows = lengths if min(lengths) < self.length else None
+
+    @property
+    def ragged(self) -> bool:
+        """Whether rows differ in length."""
+        return self._rows is not None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens held of each row."""
+        return list(self._rows or [self.length] * self.batch)
 
     @property
     def nbytes(self) -> int:
@@ -33,7 +54,7 @@ class StaticKVCache:
 
     def begin(self, tokens: torch.Tensor) -> int:
         """Forget all; nothing of a prompt is at hand."""
-        self.length = 0
+        self.crop_to(0)
         return 0
 
     def extend(self, tokens: torch.Tensor) -> None:
@@ -42,28 +63,71 @@ class StaticKVCache:
 
     def write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, at: StepInput) -> None:
         """Put `keys`, `values` `(batch, num_key_value_heads, q_len, head_dim)` at their slots."""
+        if at.slots.ndim == 2:
+            slots = at.slots[:, None, :, None].expand_as(keys)
+            self.keys[layer_idx].scatter_(2, slots, keys)
+            self.values[layer_idx].scatter_(2, slots, values)
+            return
         self.keys[layer_idx].index_copy_(2, at.slots, keys)
         self.values[layer_idx].index_copy_(2, at.slots, values)
 
     def attend(self, layer_idx: int, query: torch.Tensor, at: StepInput) -> torch.Tensor:
         """Attention of `query (batch, num_attention_heads, q_len, head_dim)` over the first `at.kv_len` slots.
 
-        K and V are never repeated: a single query's heads that share a KV head become the rows of one small attention.
+        K and V are never repeated: the heads that share a KV head become the rows of one small attention, where there
+        are few queries, as there are while decoding and verifying.
         """
         keys, values = self.keys[layer_idx, :, :, : at.kv_len], self.values[layer_idx, :, :, : at.kv_len]
         batch, heads, q_len, head_dim = query.shape
-        if q_len > 1:
+        if at.causal or q_len > _FEW_QUERIES:
             return F.scaled_dot_product_attention(query, keys, values, at.mask, is_causal=at.causal, enable_gqa=True)
         grouped = query.reshape(batch, keys.shape[1], -1, head_dim)
-        return F.scaled_dot_product_attention(grouped, keys, values, at.mask).reshape(batch, heads, 1, head_dim)
+        mask = self._mask_by_group(at, heads // keys.shape[1], query.dtype)
+        return F.scaled_dot_product_attention(grouped, keys, values, mask).reshape(batch, heads, q_len, head_dim)
+
+    def _mask_by_group(self, at: StepInput, group: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """The mask's rows once for each of a group's heads, as numbers to add, made once for all layers of a step."""
+        if at.mask is None:
+            return None
+        if self._masked is None or self._masked[0] is not at:
+            numbers = torch.zeros_like(at.mask, dtype=dtype).masked_fill_(~at.mask, -torch.inf)
+            # One query's mask broadcasts over the group.
+            self._masked = at, numbers if numbers.shape[-2] == 1 else torch.cat([numbers] * group, dim=-2)
+        return self._masked[1]
 
     def advance(self, q_len: int) -> None:
         """Count `q_len` new tokens."""
+        self._masked = None
         self.length += q_len
+        if self._rows is not None:
+            self._rows = [length + q_len for length in self._rows]
 
     def crop_to(self, length: int) -> None:
         """Forget every token from `length` on."""
-        self.length = _check.integer("length", length, 0, self.length)
+        _check.integer("length", length, 0, self.length)
+        if self._rows is not None:
+            self._set_lengths([min(length, row) for row in self._rows])
+        self.length = length
+
+    def crop_rows_to(self, lengths: list[int]) -> None:
+        """Forget every token of row b from `lengths[b]` on."""
+        self._set_lengths(list(lengths))
+
+    def keep(self, starts: list[int], paths: list[list[int]]) -> None:
+        """Of row b's tokens from `starts[b]` on, hold those at `starts[b] + i` for each i of `paths[b]` alone."""
+        rows, sources, targets = [], [], []
+        for row, (start, path) in enumerate(zip(starts, paths, strict=True)):
+            moved = [(start + i, start + place) for place, i in enumerate(path) if i != place]
+            rows += [row] * len(moved)
+            sources += [source for source, _ in moved]
+            targets += [target for _, target in moved]
+        # Until all have moved no row holds any of them: an interrupt leaves each with what is whole.
+        self._set_lengths(list(starts))
+        if rows:
+            rows, sources, targets = torch.tensor([rows, sources, targets], device=self.keys.device)
+            for stored in (self.keys, self.values):
+                stored[:, rows, :, targets] = stored[:, rows, :, sources]
+        self._set_lengths([start + len(path) for start, path in zip(starts, paths, strict=True)])
 
     def fill(self, length: int, seed: int = 0) -> None:
         """Hold `length` tokens of random keys and values: for timing, which does not depend on what they are."""
@@ -73,7 +137,7 @@ class StaticKVCache:
             # One row for all layers and sequences: drawing a billion numbers would take longer than what is timed.
             row = torch.randn(stored.shape[2], length, stored.shape[4], generator=generator, device=stored.device)
             stored[..., :length, :].copy_(row)
-        self.length = length
+        self._set_lengths([length] * self.batch)
 
     def grown(self, max_length: int) -> "StaticKVCache":
         """A copy with room for `max_length` tokens."""
@@ -84,7 +148,8 @@ class StaticKVCache:
         larger.keys, larger.values = _new_storage(shape, self.keys.dtype, self.keys.device)
         larger.keys[..., : self.length, :] = self.keys[..., : self.length, :]
         larger.values[..., : self.length, :] = self.values[..., : self.length, :]
-        larger.batch, larger.max_length, larger.length = self.batch, max_length, self.length
+        larger.batch, larger.max_length, larger._masked = self.batch, max_length, None
+        larger._set_lengths(self.lengths)
         return larger
 
 

@@ -2,39 +2,37 @@
 
 import functools
 import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from labkit import _check
+from labkit.engine.arguments import (
+    Lengths,
+    check_cuda_graph,
+    check_keeps_trees,
+    check_lengths,
+    check_paths,
+    check_ragged,
+    check_streamer,
+    check_tokens,
+)
 from labkit.engine.cache import StaticKVCache, check_cache, write_random
-from labkit.engine.graph import DecodeGraphs
+from labkit.engine.generation import GenerationResult, continue_prompt
+from labkit.engine.graph import MAX_TOKENS, DecodeGraphs
+from labkit.engine.placement import rotary_table, step_input
 from labkit.engine.sampling import check_sampling, sample, seeded_generator, stop_ids
-from labkit.engine.step import check_model, collect_ops, no_mark, rotary_table, run_step, step_input
+from labkit.engine.step import check_model, collect_ops, no_mark, run_step
 from labkit.kv_cache.interface import DecoderCache
-from labkit.measure import synchronize, track_peak
 from labkit.models import LoadedModel, plain_model
+
+__all__ = ["Decoder", "GenerationResult"]
 
 # A cache grows by whole blocks of this many tokens, so that a generation that goes on does not copy it at every call.
 _GROWTH = 256
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """`sequences (batch, prompt + new)`; seconds to the first token, and per token after it; new tokens of all rows
-    over the whole time; the most memory in use while it ran (the allocator's on a GPU, the process's resident set on a
-    CPU, None where the system does not tell). On a GPU the first step in each 256 slots of a cache captures a graph,
-    and that counts: to time it, generate once before."""
-
-    sequences: torch.Tensor
-    ttft_s: float
-    tpot_s: float
-    tokens_per_second: float
-    peak_bytes: int | None
 
 
 def _one_at_a_time(method: Callable[..., object]) -> Callable[..., object]:
@@ -69,15 +67,7 @@ class Decoder:
         self._turn = threading.RLock()
         # Of the first parameter that is a number still: packed weights have no dtype to compute in.
         self.device, self.dtype = self.model.device, self.model.dtype
-        on_gpu = self.device.type == "cuda"
-        _check.require(cuda_graph in (None, True, False), "cuda_graph", cuda_graph, "True, False or None")
-        _check.require(
-            on_gpu or not cuda_graph, "cuda_graph", cuda_graph, f"None or False for a model on {self.device}"
-        )
-        static = cache is None or isinstance(cache, StaticKVCache)
-        takes = f"None or False over a {type(cache).__name__}, whose tensors move as it grows"
-        _check.require(static or not cuda_graph, "cuda_graph", cuda_graph, takes)
-        self._graphs = DecodeGraphs() if on_gpu and static and cuda_graph is not False else None
+        self._graphs = DecodeGraphs() if check_cuda_graph(cuda_graph, cache, self.device) else None
         self.cache: DecoderCache | None = None
         self._rotary: tuple[torch.Tensor, torch.Tensor] | None = None
         if cache is not None:
@@ -85,8 +75,20 @@ class Decoder:
 
     @property
     def length(self) -> int:
-        """Tokens held in the cache."""
+        """Tokens held in the cache, of the longest row."""
         return self.cache.length if self.cache else 0
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens held of each row, `(batch,)`."""
+        if self._ragged:
+            return self.cache.lengths
+        return [self.cache.length] * self.cache.batch if self.cache else []
+
+    @property
+    def _ragged(self) -> bool:
+        """Whether rows differ in length now; only a `RaggedCache` can say so."""
+        return getattr(self.cache, "ragged", False)
 
     def _adopt(self, cache: DecoderCache) -> None:
         # The table first: where making it fails, the cache at hand keeps the table that goes with it.
@@ -119,11 +121,37 @@ class Decoder:
             config = self.model.config
             self._adopt(StaticKVCache(config, batch, rounded, dtype=self.dtype, device=self.device))
 
-    def crop(self, length: int) -> None:
-        """Forget every token from `length` on; the next step continues from there."""
-        _check.integer("length", length, 0, self.length)
-        if self.cache is not None:
-            self.cache.crop_to(length)
+    def crop(self, length: Lengths) -> None:
+        """Forget every token from `length` on; the next step continues from there.
+
+        `length` is one number, which cuts the rows that are longer, or one a row. Errors: ValueError where rows would
+        differ in length and the cache cannot hold that; a StaticKVCache can.
+        """
+        if isinstance(length, Integral):
+            lengths = [_check.integer("length", length, 0, self.length)]
+        else:
+            lengths = check_lengths("length", length, self.lengths)
+        check_ragged("length", lengths, self.cache)
+        if self.cache is None:
+            return
+        if len(set(lengths)) > 1:
+            self.cache.crop_rows_to(lengths)
+        else:
+            self.cache.crop_to(max(lengths, default=0))
+
+    def keep(self, start: Lengths, paths: Sequence[Sequence[int]]) -> None:
+        """After a tree: of row b's tokens from `start[b]` on hold those at `start[b] + i` for each i of `paths[b]`, one
+        after another, and forget the others.
+
+        `start` is one number or one a row; a path's indices ascend, as they do from a tree's root to a leaf. What is
+        kept is as if the path alone had been fed. Errors: ValueError for a cache that cannot (blocks), and where rows
+        would differ in length on a cache that cannot hold that.
+        """
+        cache, held = check_keeps_trees(self.cache), self.lengths
+        starts = check_lengths("start", start, held)
+        checked = check_paths(paths, starts, held)
+        check_ragged("paths", [begin + len(path) for begin, path in zip(starts, checked, strict=True)], cache)
+        cache.keep(starts, checked)
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -142,13 +170,7 @@ class Decoder:
             write_random(self.cache, self.model.config, batch, at, dtype=self.dtype, seed=seed)
 
     def _check_tokens(self, name: str, tokens: torch.Tensor) -> torch.Tensor:
-        _check.tensor(name, tokens, ndim=2, dtypes=(torch.int64, torch.int32))
-        _check.require(tokens.numel() > 0, name, tuple(tokens.shape), "at least one token of at least one row")
-        vocab = self.model.config.vocab_size
-        if tokens.device.type == "cpu":
-            low, high = map(int, tokens.aminmax())
-            _check.require(0 <= low and high < vocab, name, f"ids {low} to {high}", f"0 to {vocab - 1}")
-        return tokens.to(self.device, torch.int64)
+        return check_tokens(name, tokens, self.model.config.vocab_size, self.device)
 
     @_one_at_a_time
     @torch.inference_mode()
@@ -164,7 +186,7 @@ class Decoder:
         """Append `tokens (batch, q_len)` to the cache and return their logits `(batch, q_len, vocab)`.
 
         `tree_mask (q_len, q_len)`, bool, makes the new tokens a tree: row i is True at i and at i's ancestors, which
-        stand before it; every token sees all that the cache held before. `return_hidden` adds the hidden states
+        stand before it; every token sees all that its row held before. `return_hidden` adds the hidden states
         `(batch, q_len, hidden_size)` after the final norm. `logits_to_keep` leaves out all but the last logits.
         """
         tokens = self._check_tokens("tokens", tokens)
@@ -175,13 +197,14 @@ class Decoder:
         if logits_to_keep is not None:
             _check.integer("logits_to_keep", logits_to_keep, 1, q_len)
         self.reserve(batch, self.length + q_len)
-        plain = tree_mask is None and not return_hidden and mark is no_mark
-        if self._graphs is not None and q_len == 1 and plain and self.length:
-            logits = self._graphs.run(self._ops, tokens, self.cache, self._rotary)
-            self.cache.advance(1)
-            return logits
+        graphed = self._graphs is not None and tree_mask is None and mark is no_mark and not self._ragged
+        if graphed and self.length and q_len <= MAX_TOKENS:
+            options = {"logits_to_keep": logits_to_keep, "return_hidden": return_hidden}
+            logits, hidden = self._graphs.run(self._ops, tokens, self.cache, self._rotary, **options)
+            self.cache.advance(q_len)
+            return (logits, hidden) if return_hidden else logits
         past = self.length
-        at = step_input(self._rotary, past, q_len, tree_mask)
+        at = step_input(self._rotary, self.cache.lengths if self._ragged else past, q_len, tree_mask)
         self.cache.extend(tokens)
         try:
             logits, hidden = run_step(self._ops, tokens, at, self.cache, logits_to_keep=logits_to_keep, mark=mark)
@@ -211,8 +234,7 @@ class Decoder:
         `transformers.generate` feeds it: the prompt, then each step's tokens.
         """
         check_sampling(temperature, top_k, top_p)
-        feeds = streamer is None or (hasattr(streamer, "put") and hasattr(streamer, "end"))
-        _check.require(feeds, "streamer", type(streamer).__name__, "a streamer of transformers, or None")
+        check_streamer(streamer)
         input_ids = self._check_tokens("input_ids", input_ids)
         batch, prompt = input_ids.shape
         room = self.model.config.max_position_embeddings - prompt
@@ -221,29 +243,5 @@ class Decoder:
         generator = seeded_generator(self.device, seed)
         self.reset()
         self.reserve(batch, prompt + max_new_tokens)
-        if streamer is not None:
-            streamer.put(input_ids.cpu())
-        steps, times = [input_ids], []
-        finished = torch.zeros(batch, dtype=torch.bool, device=self.device)
-        with track_peak(self.device) as peak:
-            synchronize(self.device)
-            begin = time.perf_counter()
-            tokens = input_ids[:, self.cache.begin(input_ids) :]
-            for _ in range(max_new_tokens):
-                logits = self.forward(tokens, logits_to_keep=1)[:, -1]
-                token = sample(logits, temperature, top_k, top_p, generator)
-                if stop is not None:
-                    token = torch.where(finished, stop[0], token)
-                    finished = torch.isin(token, stop)
-                steps.append(tokens := token[:, None])
-                synchronize(self.device)
-                times.append(time.perf_counter() - begin)
-                if streamer is not None:
-                    streamer.put(token.cpu())
-                if stop is not None and bool(finished.all()):
-                    break
-        if streamer is not None:
-            streamer.end()
-        ttft, total, new = times[0], times[-1], len(times)
-        tpot = (total - ttft) / (new - 1) if new > 1 else float("nan")
-        return GenerationResult(torch.cat(steps, dim=1), ttft, tpot, batch * new / total, peak.bytes)
+        pick = functools.partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        return continue_prompt(self, input_ids, max_new_tokens, pick=pick, stop=stop, streamer=streamer)

@@ -62,14 +62,14 @@ def op_times(decoder: Decoder, tokens: torch.Tensor, *, repeats: int = 5, warmup
     _check.require(isinstance(decoder, Decoder), "decoder", type(decoder).__name__, "a Decoder")
     _check.integer("repeats", repeats, 1)
     _check.integer("warmup", warmup, 0)
-    length = decoder.length
+    held = decoder.lengths if decoder.length else 0
     samples: dict[str, list[float]] = {}
     with device_lock(decoder.device):
         for repeat in range(warmup + repeats):
             synchronize(decoder.device)
             clock = _EventClock() if decoder.device.type == "cuda" else _HostClock()
             decoder.forward(tokens, logits_to_keep=1, mark=clock.mark)
-            decoder.crop(length)
+            decoder.crop(held)
             step: dict[str, float] = {}
             for name, seconds in clock.seconds():
                 step[name] = step.get(name, 0.0) + seconds

@@ -103,20 +103,27 @@ def near(value: float, target: float, tolerance: float = 1e-6) -> bool:
     return math.isclose(value, target, rel_tol=tolerance, abs_tol=0.0)
 
 
-def without_labkit(function: Callable[[], object], modules: tuple[str, ...]) -> object:
+def without_labkit(
+    function: Callable[[], object], modules: tuple[str, ...], transformers: tuple[str, ...] = ()
+) -> object:
     """Call `function` and fail if code of those modules of labkit ran: the point is to write it, not to call it.
 
-    A name that ends in "/" is a room, and stands for all modules in it. Python's profiler sees a call however it was
-    imported; a name that was replaced would only catch some ways.
+    A name that ends in "/" is a room, and stands for all modules in it; `transformers`: rooms of that library. Python's
+    profiler sees a call however it was imported; a name that was replaced would only catch some ways.
     """
     files = {str(_PACKAGE / f"{module}.py") for module in modules}
     rooms = tuple(f"{_PACKAGE / module}{os.sep}" for module in modules if module.endswith("/"))
+    others = tuple(os.sep + os.path.join("transformers", room, "") for room in transformers)
     called: list[str] = []
 
     def watch(frame: FrameType, event: str, _: object) -> None:
+        if event != "call":
+            return
         path = frame.f_code.co_filename
-        if event == "call" and (path in files or path.startswith(rooms)):
-            called.append(frame.f_code.co_name)
+        if path in files or path.startswith(rooms):
+            called.append(f"labkit's own {frame.f_code.co_name}")
+        elif any(room in path for room in others):
+            called.append(f"transformers' {frame.f_code.co_name}")
 
     before = sys.getprofile()
     sys.setprofile(watch)
@@ -124,5 +131,5 @@ def without_labkit(function: Callable[[], object], modules: tuple[str, ...]) -> 
         value = function()
     finally:
         sys.setprofile(before)
-    expect(not called, f"write it yourself: your function called labkit's own {called[0] if called else ''}")
+    expect(not called, f"write it yourself: your function called {called[0] if called else ''}")
     return value

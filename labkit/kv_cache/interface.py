@@ -12,7 +12,10 @@ class StepInput:
     """Where one step's tokens stand. `slots (q_len,)` in the cache; `cos`, `sin (q_len, 1, head_dim)` of their
     positions; `kv_len` tokens to look at, the new ones included; `mask (q_len, kv_len)`, True where a query may look,
     or None where all may (`causal`: each up to itself); `tree_mask (q_len, q_len)`, the part of the mask that new
-    tokens see of each other where they are a tree."""
+    tokens see of each other where they are a tree.
+
+    Over rows of different lengths (`RaggedCache`): `slots (batch, q_len)`, `cos`, `sin (batch, q_len, 1, head_dim)`,
+    `mask (batch, 1, q_len, kv_len)`, and `kv_len` is the longest row's."""
 
     slots: torch.Tensor
     cos: torch.Tensor
@@ -25,7 +28,9 @@ class StepInput:
 
 @runtime_checkable
 class DecoderCache(Protocol):
-    """A KV cache that `Decoder` runs over. Rows have one length; `length` changes between steps only."""
+    """A KV cache that `Decoder` runs over. Rows have one length; `length` changes between steps only.
+
+    A cache may be able to do more, which is a protocol of its own: `RaggedCache`, `TreeCache`."""
 
     @property
     def batch(self) -> int:
@@ -58,6 +63,32 @@ class DecoderCache(Protocol):
 
     def crop_to(self, length: int) -> None:
         """Forget every token from `length` on, in all layers, those of a step that was not finished included."""
+
+
+@runtime_checkable
+class RaggedCache(DecoderCache, Protocol):
+    """A `DecoderCache` whose rows may differ in length, as they do once a draft was accepted further in one than in
+    another. `length` is then the longest row's, `crop_to` shortens the rows that are longer, `advance` adds to each."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that each row holds."""
+
+    @property
+    def ragged(self) -> bool:
+        """Whether rows differ now, so that a step's slots, positions and mask must be given by row."""
+
+    def crop_rows_to(self, lengths: list[int]) -> None:
+        """Forget every token of row b from `lengths[b]` on, which is at most what the row holds."""
+
+
+@runtime_checkable
+class TreeCache(Protocol):
+    """A `DecoderCache` that can keep one path of a tree that was verified (`Decoder.keep`)."""
+
+    def keep(self, starts: list[int], paths: list[list[int]]) -> None:
+        """Of row b's tokens from `starts[b]` on, hold those at `starts[b] + i` for each i of `paths[b]`, which ascends,
+        one after another, and forget the others. Rows end with one length, unless this is a `RaggedCache`."""
 
 
 def attend_fresh(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, at: StepInput) -> torch.Tensor:

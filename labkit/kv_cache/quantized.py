@@ -82,3 +82,24 @@ class QuantizedCache(StepCheckedCache):
         """Forget every token from `length` on."""
         for layer in self.layers:
             layer.crop_to(length)
+
+    def keep(self, starts: list[int], paths: list[list[int]]) -> None:
+        """Of row b's tokens from `starts[b]` on, hold those at `starts[b] + i` for each i of `paths[b]` alone; all rows
+        end with one length. Errors: ValueError where a token is rounded already, which those of one step are not, but
+        for a first prompt's."""
+        first = self.layers[0].n_quantized
+        takes = f"at least {first}: what came before is in codes, and stays as it is"
+        _check.require(min(starts) >= first, "start", min(starts), takes)
+        pairs = zip(starts, paths, strict=True)
+        chosen = [[*range(start - first), *(start - first + i for i in path)] for start, path in pairs]
+        if first + len(chosen[0]) == 0:
+            self.crop_to(0)
+            return
+        index = torch.tensor(chosen, dtype=torch.int64, device=self.layers[0].device)
+        recent = [layer.recent_at(index) for layer in self.layers]
+        try:
+            for layer, (keys, values) in zip(self.layers, recent, strict=True):
+                layer.keys, layer.values = keys, values
+        except BaseException:  # an interrupt: some layers would hold the path and others still the tree
+            self.crop_to(min(starts))
+            raise

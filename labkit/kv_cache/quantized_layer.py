@@ -138,6 +138,11 @@ class QuantizedLayer(CacheLayerMixin):
         recent = length - self.n_quantized
         self.keys, self.values = self.keys[:, :, :recent].clone(), self.values[:, :, :recent].clone()
 
+    def recent_at(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The recent keys and values of each row at `index (batch, n)`, in memory of their own."""
+        index = index[:, None, :, None].expand(-1, self.heads, -1, self.head_dim)
+        return self.keys.gather(2, index), self.values.gather(2, index)
+
     def _hold(self, old_keys: QuantizedKV, old_values: QuantizedKV) -> None:
         """Keep these quantized tokens; none of them is None."""
         batch, _, count, _ = old_keys.codes.shape

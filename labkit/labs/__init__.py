@@ -12,6 +12,7 @@ _MODULE_OF = {
     "paging_lab": "labkit.labs.paging",
     "quantization_lab": "labkit.labs.quantization",
     "roofline_lab": "labkit.labs.roofline",
+    "speculative_lab": "labkit.labs.speculative",
     "tile_walk_lab": "labkit.labs.tile_walk",
 }
 

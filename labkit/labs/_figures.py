@@ -47,6 +47,9 @@ COLOURS = {
     "standard attention": VERMILLION,
     "native attention": BLUE,
     "own attention": GREEN,
+    "EAGLE head": PURPLE,
+    "prompt lookup": SKY,
+    "int4 copy": ORANGE,
 }
 
 TEMPLATE = go.layout.Template(

@@ -87,6 +87,93 @@ def test_a_graph_follows_crop_reset_and_growth(model: object) -> None:
         torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
+# 246 + several chunks passes the end of a graph's bucket of 256 slots, once within a chunk.
+@pytest.mark.parametrize("batch, prompt", [(1, 9), (3, 246)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_tokens_from_a_graph_err_no_more_than_the_eager_ones(
+    device: torch.device, batch: int, prompt: int, dtype: torch.dtype
+) -> None:
+    model = tiny_model(max_position_embeddings=1024).to(device, dtype)
+    exact_model = copy.deepcopy(model).double()
+    first, following = random_tokens(model, batch, prompt), random_tokens(model, batch, 46, seed=1)
+    results = []
+    for decoder in (Decoder(exact_model, cuda_graph=False), *both(model)):
+        decoder.forward(first)
+        # All are held until the end: a step must not write over the results of the one before it.
+        steps = [decoder.forward(c, return_hidden=True) for c in following.split([5, 1, 2, 5, 16, 5, 1, 11], dim=1)]
+        assert decoder.length == prompt + 46
+        results.append([torch.cat(parts, dim=1).double() for parts in zip(*steps, strict=True)])
+    for exact, graph, eager in zip(*results, strict=True):
+        off_graph, off_eager = ((x - exact).norm() / exact.norm() for x in (graph, eager))
+        assert off_graph <= 2 * off_eager + 1e-6
+        assert (exact[:, 1:] - exact[:, :-1]).norm() / exact.norm() > 10 * off_eager
+
+
+def test_a_graph_keeps_the_logits_asked_for(model: object) -> None:
+    graph, eager = both(model)
+    tokens = random_tokens(model, 2, 6, seed=3)
+    for decoder in (graph, eager):
+        decoder.forward(random_tokens(model, 2, 20))
+    for kept in (1, 3, 6, None):
+        logits = []
+        for decoder in (graph, eager):
+            alone = decoder.forward(tokens, logits_to_keep=kept)
+            decoder.crop(20)
+            with_hidden, hidden = decoder.forward(tokens, logits_to_keep=kept, return_hidden=True)
+            decoder.crop(20)
+            assert alone.shape[1] == (kept or 6) and hidden.shape[1] == 6
+            torch.testing.assert_close(alone, with_hidden)
+            logits.append((alone, hidden))
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_steps_of_several_tokens_replay_a_graph_each(model: object, device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("a CPU has no graph")
+    decoder = Decoder(model)
+    decoder.forward(random_tokens(model, 1, 20))
+    for q_len in (1, 2, 16, 2, 17):
+        decoder.forward(random_tokens(model, 1, q_len), return_hidden=True)
+    chain = torch.ones(3, 3, dtype=torch.bool, device=device).tril()
+    decoder.forward(random_tokens(model, 1, 3), tree_mask=chain)
+    assert sorted(q_len for q_len, _ in decoder._graphs._graphs) == [1, 2, 16]
+
+
+def test_rows_of_different_lengths_between_graphs(model: object) -> None:
+    """Drafts rejected by row: eager steps while rows differ, a graph again once they do not."""
+    graph, eager = both(model)
+    prompt, draft, token = random_tokens(model, 3, 30), random_tokens(model, 3, 4, seed=1), random_tokens(model, 3, 1)
+    results = []
+    for decoder in (graph, eager):
+        decoder.forward(prompt)
+        decoder.forward(draft)
+        decoder.crop([31, 34, 32])
+        ragged = decoder.forward(draft, return_hidden=True)
+        assert decoder.lengths == [35, 38, 36]
+        decoder.crop([33, 33, 33])
+        results.append((*ragged, decoder.forward(token), decoder.forward(draft)))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    for row, length in enumerate((31, 34, 32)):
+        alone = Decoder(model)
+        alone.forward(torch.cat((prompt, draft), dim=1)[row : row + 1, :length])
+        torch.testing.assert_close(
+            results[0][0][row : row + 1], alone.forward(draft[row : row + 1]), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_a_path_kept_of_a_tree_goes_on_from_a_graph(model: object) -> None:
+    # 0 has children 1 and 2, and 2 has child 3.
+    mask = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
+    prompt, tree, after = (random_tokens(model, 1, n, seed=n) for n in (30, 4, 3))
+    graph, plain = both(model)
+    graph.forward(prompt)
+    graph.forward(tree, tree_mask=mask)
+    graph.keep(30, [[0, 2, 3]])
+    plain.forward(prompt)
+    plain.forward(tree[:, [0, 2, 3]])
+    torch.testing.assert_close(graph.forward(after), plain.forward(after), rtol=1e-4, atol=1e-4)
+
+
 def test_a_seed_draws_the_same_tokens_from_a_graph(model: object) -> None:
     prompt = random_tokens(model, 1, 8)
     asked = {"max_new_tokens": 32, "temperature": 0.8, "top_k": 20, "top_p": 0.95}
@@ -96,14 +183,15 @@ def test_a_seed_draws_the_same_tokens_from_a_graph(model: object) -> None:
     assert not torch.equal(drawn[0], graph.generate(prompt, seed=8, **asked).sequences)
 
 
-def test_a_graph_is_faster_where_launches_bind(model: object, device: torch.device) -> None:
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_a_graph_is_faster_where_launches_bind(model: object, device: torch.device, q_len: int) -> None:
     if device.type != "cuda":
         pytest.skip("a CPU has no graph")
     decoders = dict(zip(("graph", "eager"), both(model), strict=True))
-    token = random_tokens(model, 1, 1)
+    tokens = random_tokens(model, 1, q_len)
 
     def step(decoder: Decoder) -> None:
-        decoder.forward(token)
+        decoder.forward(tokens)
         decoder.crop(32)
 
     for decoder in decoders.values():

@@ -182,6 +182,24 @@ def test_cropping_into_codes_keeps_them_as_rounded(model: LlamaForCausalLM, leng
     assert cache.length == length + 40
 
 
+def test_a_path_kept_of_a_tree_weighs_what_it_is(model: LlamaForCausalLM) -> None:
+    """Recent tokens move, codes stay, and nothing of the other branches is left."""
+    ids, tree = prompt(70, batch=2), prompt(3, batch=2, seed=4)
+    caches = [QuantizedCache(model.config, 4, 16, 16) for _ in range(2)]
+    branching, plain = (Decoder(model, cache=cache) for cache in caches)
+    for decoder in (branching, plain):
+        decoder.forward(ids)
+    # Of the root two children: the first of them is wrong.
+    branching.forward(tree, tree_mask=torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool())
+    branching.keep(70, [[0, 2], [0, 2]])
+    plain.forward(tree[:, [0, 2]])
+    for got, expected in zip(*(cache.layers for cache in caches), strict=True):
+        assert got.n_quantized == expected.n_quantized > 0
+        torch.testing.assert_close(got.keys, expected.keys, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(got.values, expected.values, rtol=1e-3, atol=1e-4)
+    assert caches[0].nbytes == caches[1].nbytes == cache_nbytes(caches[0])
+
+
 def test_crop_takes_both_forms_of_transformers(model: LlamaForCausalLM) -> None:
     cache = QuantizedCache(model.config, 4, 16, 0)
     with torch.no_grad():

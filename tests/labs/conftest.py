@@ -50,6 +50,17 @@ def fixed_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def fixed_speculative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The speculation lab clocks two rounds, and finds the same costs wherever the test runs."""
+    from labkit.labs import _speculative_compute
+    from tests.labs.speculative_fixtures import costs
+
+    monkeypatch.setattr(_speculative_compute, "_BUDGET_S", 0.0)
+    found = {gamma: costs(gamma) for gamma in range(1, 9)}
+    monkeypatch.setattr(_speculative_compute, "measure_costs", lambda *args, **options: found[args[3]])
+
+
+@pytest.fixture
 def compute() -> FakeCompute:
     """The fake lab's compute, with its gate open."""
     compute = FakeCompute()

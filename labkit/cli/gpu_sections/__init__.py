@@ -70,25 +70,27 @@ _FLASH = (
 )
 _IN_MODELS = ("labkit/attention/registration.py", "labkit/attention/masks.py")
 _ENGINE = ("labkit/engine/*.py", "labkit/kernels/dense_linear/*.py")
+_SPECULATIVE = ("labkit/speculative/*.py", *_ENGINE)
 
 # In the order they run: what the others are held against comes first. Together they fill six minutes.
 SECTIONS = (
-    Section("environment", "labkit.cli.gpu_sections.machine:environment", timeout_s=20.0),
+    Section("environment", "labkit.cli.gpu_sections.machine:environment", timeout_s=15.0),
     Section(
         "ceilings",
         "labkit.cli.gpu_sections.machine:ceilings",
         ("labkit/hardware.py", "labkit/measure.py"),
-        timeout_s=40.0,
+        timeout_s=35.0,
     ),
     Section(
         "tests",
         "labkit.cli.gpu_sections.tests:gpu_tests",
         (*_ENGINE, "labkit/kernels/**/triton.py", "labkit/kernels/flash_attention/*.py", *_IN_MODELS),
     ),
-    Section("decoder_1b", "labkit.cli.gpu_sections.decoder:decoder_1b", _ENGINE, timeout_s=40.0),
-    Section("decoder_8b", "labkit.cli.gpu_sections.decoder:decoder_8b", _ENGINE),
-    Section("quantized_linear", "labkit.cli.gpu_sections.quantized_linear:quantized_linear", _PACKED),
-    Section("decode_attention", "labkit.cli.gpu_sections.decode_attention:decode_attention", _KV),
-    Section("flash_attention", "labkit.cli.gpu_sections.flash_attention:flash_attention", _FLASH),
-    Section("eight_bit", "labkit.cli.gpu_sections.eight_bit:eight_bit", _EIGHT_BIT, timeout_s=35.0),
+    Section("decoder_1b", "labkit.cli.gpu_sections.decoder:decoder_1b", _ENGINE, timeout_s=30.0),
+    Section("decoder_8b", "labkit.cli.gpu_sections.decoder:decoder_8b", _ENGINE, timeout_s=40.0),
+    Section("speculative", "labkit.cli.gpu_sections.speculative:speculative", _SPECULATIVE),
+    Section("quantized_linear", "labkit.cli.gpu_sections.quantized_linear:quantized_linear", _PACKED, timeout_s=40.0),
+    Section("decode_attention", "labkit.cli.gpu_sections.decode_attention:decode_attention", _KV, timeout_s=40.0),
+    Section("flash_attention", "labkit.cli.gpu_sections.flash_attention:flash_attention", _FLASH, timeout_s=40.0),
+    Section("eight_bit", "labkit.cli.gpu_sections.eight_bit:eight_bit", _EIGHT_BIT, timeout_s=30.0),
 )

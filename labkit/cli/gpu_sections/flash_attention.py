@@ -25,7 +25,7 @@ _FORMS = (
 )
 # Seconds after which no further variant is begun: what is recorded is better than what is cut off; and after which
 # cuDNN is left out, which plans each shape and pass anew for half a second.
-_LAST_START_S, _LAST_PLAN_S = 32.0, 24.0
+_LAST_START_S, _LAST_PLAN_S = 28.0, 21.0
 _HOPPER = (9, 0)
 
 

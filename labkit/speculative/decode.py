@@ -1,0 +1,81 @@
+"""`generate`: a proposer drafts, the target verifies the whole draft in one pass, and the output is the target's.
+
+Speculative decoding (Leviathan, Kalman and Matias 2023, algorithm 1; Chen et al. 2023, algorithm 2): one verifying call
+answers for every drafted token what the target would have said there, so that each call yields the tokens that agree
+and one of the target's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from labkit import _check
+from labkit.engine.decode import Decoder
+from labkit.engine.sampling import seeded_generator, stop_ids
+from labkit.kv_cache.interface import DecoderCache
+from labkit.models import LoadedModel
+from labkit.speculative.interface import Proposer, Sampling, check_proposer
+from labkit.speculative.loop import SpeculativeLoop, SpeculativeOutput
+from labkit.speculative.stats import Call
+
+
+def generate(
+    target: Decoder | LoadedModel | PreTrainedModel,
+    input_ids: Tensor,
+    proposer: Proposer,
+    *,
+    max_new_tokens: int,
+    num_assistant_tokens: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    eos_token_id: int | Sequence[int] | None = None,
+    cache: DecoderCache | None = None,
+    streamer: BaseStreamer | None = None,
+    seed: int | None = None,
+    watch: Callable[[Call], None] | None = None,
+) -> SpeculativeOutput:
+    """Continue `input_ids (batch, prompt)`, rows of one length, by up to `max_new_tokens`, as the target alone would.
+
+    Greedy output (temperature 0) is the target's token by token, up to rounding: a pass over several tokens may round
+    differently from a pass over one, which shows where two logits all but tie. Sampled output has its distribution.
+    num_assistant_tokens: the most tokens drafted a call (γ; of a tree, its depth); 0 drafts nothing. cache: as for
+    `Decoder`; None where `target` is one. streamer: fed as `transformers` feeds it, for one row. watch(call): told
+    after each verifying call, for each row still running.
+
+    The prompt's pass and the first token are those of plain decoding; every later token comes from a verifying call.
+    Errors: ValueError for arguments out of range, and as the proposer's `begin` raises for what does not go together.
+    """
+    check_proposer(proposer)
+    _check.integer("num_assistant_tokens", num_assistant_tokens, 0)
+    decoder = _decoder(target, cache)
+    input_ids = decoder._check_tokens("input_ids", input_ids)
+    batch, prompt = input_ids.shape
+    feeds = streamer is None or (batch == 1 and hasattr(streamer, "put") and hasattr(streamer, "end"))
+    _check.require(feeds, "streamer", f"{type(streamer).__name__} for {batch} rows", "one of transformers, for one row")
+    room = decoder.model.config.max_position_embeddings - prompt
+    _check.integer("max_new_tokens", max_new_tokens, 1, max(1, room))
+    stop = stop_ids(eos_token_id, decoder.model.config.vocab_size, decoder.device)
+    loop = SpeculativeLoop(
+        decoder,
+        proposer,
+        Sampling(temperature, top_k, top_p),
+        seeded_generator(decoder.device, seed),
+        num_assistant_tokens,
+        prompt + max_new_tokens,
+        frozenset(stop.tolist() if stop is not None else ()),
+        streamer,
+        watch or (lambda call: None),
+    )
+    return loop(input_ids)
+
+
+def _decoder(target: object, cache: DecoderCache | None) -> Decoder:
+    if not isinstance(target, Decoder):
+        return Decoder(target, cache=cache)
+    _check.require(cache is None, "cache", type(cache).__name__, "None where target is a Decoder, which has its own")
+    return target

@@ -1,0 +1,59 @@
+"""Held-out prompts from `data/prompts.yaml`: what speculation is measured on, and what nothing is trained on."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+import yaml
+
+from labkit import _check
+from labkit._paths import DATA
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KINDS = ("chat", "copy_heavy", "no_repeats")
+
+
+@functools.cache
+def _stored() -> dict[str, tuple[str, ...]]:
+    stored = yaml.safe_load((DATA / "prompts.yaml").read_text(encoding="utf-8"))
+    return {kind: tuple(stored[kind]) for kind in KINDS}
+
+
+def load_prompts(kind: str) -> tuple[str, ...]:
+    """The prompts of one kind: "chat" (50), "copy_heavy" (12) whose answer copies much of the prompt, "no_repeats" (10)
+    whose answer repeats next to nothing; the file says how both were measured. Errors: ValueError for another kind."""
+    return _stored()[_check.choice("kind", kind, KINDS)]
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> torch.Tensor:
+    """`(1, n)`, int64: one user turn through the tokenizer's chat template, up to where the answer begins.
+
+    Errors: ValueError for a prompt without text, and for a tokenizer without a chat template.
+    """
+    _check.require(isinstance(prompt, str) and bool(prompt.strip()), "prompt", prompt, "a text")
+    template = getattr(tokenizer, "chat_template", None)
+    _check.require(bool(template), "tokenizer", type(tokenizer).__name__, "a tokenizer with a chat template")
+    turns = [{"role": "user", "content": prompt}]
+    encoded = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    return encoded["input_ids"]
+
+
+def repeated_share(ids: list[int], prompt: int, *, of_prompt: bool = False, ngram: int = 3) -> float:
+    """The share of `ids[prompt:]` that end an n-gram which came before; `of_prompt`: which stands in the prompt whole.
+
+    An n-gram that reaches back into the prompt counts too. Errors: ValueError for an answer of no token.
+    """
+    _check.integer("prompt", prompt, 0, len(ids) - 1)
+    _check.integer("ngram", ngram, 1)
+    seen: set[tuple[int, ...]] = set()
+    hits = 0
+    for end in range(ngram, len(ids) + 1):
+        gram = tuple(ids[end - ngram : end])
+        hits += end > prompt and gram in seen
+        if end <= prompt or not of_prompt:
+            seen.add(gram)
+    return hits / (len(ids) - prompt)

@@ -1,0 +1,90 @@
+"""The held-out prompts: of each kind as many as said, no two alike, and the kinds do what their names say."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from labkit.engine.decode import Decoder
+from labkit.models import load_model
+from labkit.speculative.prompts import KINDS, load_prompts, prompt_ids, repeated_share
+
+if TYPE_CHECKING:
+    from labkit.models import LoadedModel
+
+
+@pytest.mark.parametrize(("kind", "count"), [("chat", 50), ("copy_heavy", 12), ("no_repeats", 10)])
+def test_as_many_as_said_and_no_empty_one(kind: str, count: int) -> None:
+    prompts = load_prompts(kind)
+    assert len(prompts) == count
+    assert all(isinstance(prompt, str) and prompt == prompt.strip() and prompt for prompt in prompts)
+
+
+def test_no_two_are_alike_within_a_kind_or_across() -> None:
+    every = [prompt for kind in KINDS for prompt in load_prompts(kind)]
+    assert len({prompt.casefold() for prompt in every}) == len(every)
+    short = [prompt for prompt in every if len(prompt) < 200]
+    close = [
+        (a, b) for i, a in enumerate(short) for b in short[:i] if difflib.SequenceMatcher(None, a, b).ratio() > 0.8
+    ]
+    assert close == []
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="kind: got 'chats'; takes one of .*chat"):
+        load_prompts("chats")
+
+
+def test_ids_are_one_turn_of_the_template_up_to_the_answer(default_model: LoadedModel) -> None:
+    tokenizer = default_model.tokenizer
+    ids = prompt_ids(tokenizer, "How do bees make honey?")
+    assert ids.shape[0] == 1 and ids.dtype == torch.int64
+    text = tokenizer.decode(ids[0])
+    assert text.count("How do bees make honey?") == 1
+    assert text.endswith("<|im_start|>assistant\n")
+
+
+def test_what_is_no_prompt_is_refused(default_model: LoadedModel) -> None:
+    with pytest.raises(ValueError, match="prompt: got ' '"):
+        prompt_ids(default_model.tokenizer, " ")
+    with pytest.raises(ValueError, match="chat template"):
+        prompt_ids(object(), "Hello")
+
+
+def test_material_of_copy_heavy_prompts_has_60_to_200_tokens(default_model: LoadedModel) -> None:
+    sizes = [len(default_model.tokenizer(prompt)["input_ids"]) for prompt in load_prompts("copy_heavy")]
+    assert all(60 <= size <= 200 for size in sizes), sizes
+
+
+def test_repeated_share_counts_what_ends_a_known_ngram() -> None:
+    # After the prompt 1 2 3: "2 3" ends at the last token; "3 9" and "9 2" are new.
+    assert repeated_share([1, 2, 3, 9, 2, 3], 3, ngram=2) == pytest.approx(1 / 3)
+    # The answer's own repeat counts only where not asked for the prompt's.
+    assert repeated_share([1, 7, 8, 9, 7, 8], 1, ngram=2) == pytest.approx(1 / 5)
+    assert repeated_share([1, 7, 8, 9, 7, 8], 1, ngram=2, of_prompt=True) == 0
+    # An n-gram whose first tokens are the prompt's last ones counts, once it stood there before.
+    assert repeated_share([5, 6, 5, 6], 3, ngram=2) == 1
+    with pytest.raises(ValueError, match="prompt"):
+        repeated_share([1, 2], 2)
+
+
+@pytest.mark.slow
+def test_the_default_model_copies_where_the_kind_says_so_and_repeats_nothing_where_it_says_that() -> None:
+    model = load_model(dtype="bfloat16", device="cpu")
+    decoder, tokenizer = Decoder(model), model.tokenizer
+
+    def shares(kind: str, new: int, of_prompt: bool) -> list[float]:
+        found = []
+        for prompt in load_prompts(kind):
+            ids = prompt_ids(tokenizer, prompt)
+            made = decoder.generate(ids, max_new_tokens=new, eos_token_id=tokenizer.eos_token_id).sequences[0].tolist()
+            found.append(repeated_share(made, ids.shape[1], of_prompt=of_prompt))
+        return found
+
+    copied = shares("copy_heavy", 96, True)
+    assert min(copied) >= 0.5, copied
+    repeated = shares("no_repeats", 64, False)
+    assert max(repeated) <= 0.1, repeated
