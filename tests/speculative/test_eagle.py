@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from labkit.engine import Decoder
 from labkit.kv_cache import PagedKVCache
 from labkit.models import tiny_model
+from labkit.quantization import RTNConfig, quantize_
+from labkit.quantization.rtn import round_to_nearest
 from labkit.speculative import DraftTree, EagleHead, Sampling, generate
 from labkit.speculative.eagle_file import load_model_file, save_model_file
 from tests.speculative.distribution import chi_square_p_value, counted
@@ -235,3 +237,22 @@ def test_it_serves_one_target_after_another(model, prompts):
     alone = EagleHead(network)
     told(alone, second, ids)
     assert torch.equal(drafts[1], alone.propose(ids.tolist(), 3).tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+def test_a_packed_target_has_a_packed_head(prompts, dtype, tree):
+    """In float32 packed weights are multiplied exactly, so that the output is plain decoding's; in bfloat16 they run
+    through the packed product, over several rows that feed different numbers."""
+    target = tiny_model(vocab_size=64, initializer_range=0.5).to(dtype)
+    quantize_(target, RTNConfig(bits=4, group_size=32), progress=False)
+    head = EagleHead(head_for(target), tree)
+    ids = prompts % 64
+    out = generate(target, ids, head, max_new_tokens=NEW, num_assistant_tokens=3)
+    assert out.sequences.shape == (3, ids.shape[1] + NEW)
+    if dtype is torch.float32:
+        assert torch.equal(out.sequences, Decoder(target).generate(ids, max_new_tokens=NEW).sequences)
+    layer = head._ops.step.layers[0]
+    x = torch.randn(2, 64).to(dtype)
+    rounded = round_to_nearest(head.model.q_proj.weight.to(dtype), RTNConfig(bits=4, group_size=64))
+    torch.testing.assert_close(layer.q_proj(x), x @ rounded.dequantize(dtype).T, atol=0.05, rtol=0.05)

@@ -83,7 +83,7 @@ class Int4PackWeight(TensorFields):
         in_features, out_features = self.in_features, self.out_features
 
         def run(x: torch.Tensor) -> torch.Tensor:
-            rows = x.reshape(-1, in_features)
+            rows = x.reshape(-1, in_features).contiguous()  # the last tokens of a batch are a view with gaps
             if order is not None:
                 rows = rows.index_select(1, order)
             if halves == 2:
