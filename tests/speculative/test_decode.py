@@ -6,7 +6,7 @@ import torch
 from labkit.engine import Decoder
 from labkit.kv_cache import PagedKVCache, QuantizedCache
 from labkit.models import tiny_model
-from labkit.speculative import Proposal, generate
+from labkit.speculative import PromptLookup, Proposal, generate
 from tests.speculative.distribution import chi_square_p_value, counted
 from tests.speculative.drafters import Listening, ListeningTree, RandomDrafts, Scripted, ScriptedTree
 
@@ -285,14 +285,18 @@ def five_tokens():
     """A model over five tokens, the exact distribution of the first three after a prompt, and that prompt."""
     model = tiny_model(vocab_size=TINY, num_hidden_layers=1, hidden_size=32, initializer_range=0.6)
     ids = torch.tensor([[1, 3, 2]])
-    exact = torch.ones(1, dtype=torch.float64)
-    sequences = ids
+    return model, ids, exact_distribution(model, ids)
+
+
+def exact_distribution(model, ids):
+    """Of the three tokens after `ids (1, n)`: `(TINY,) * 3`, float64."""
+    exact, sequences = torch.ones(1, dtype=torch.float64), ids
     for _ in range(3):
         probs = Decoder(model).forward(sequences, logits_to_keep=1)[:, -1].double().softmax(-1)
         exact = (exact[:, None] * probs).flatten()
         following = torch.arange(TINY).repeat(len(sequences))[:, None]
         sequences = torch.cat((sequences.repeat_interleave(TINY, 0), following), 1)
-    return model, ids, exact.view(TINY, TINY, TINY)
+    return exact.view(TINY, TINY, TINY)
 
 
 def drawn(model, ids, drafter, gamma, **options):
@@ -336,6 +340,18 @@ def test_an_adversary_that_drafts_what_the_target_hates(five_tokens):
     least[exact.sum((1, 2)).argmin()] = 1.0
     counts = drawn(model, ids, RandomDrafts(least * 0.98 + 0.004), 2)
     assert chi_square_p_value(counts, exact) > 1e-3
+
+
+def test_what_prompt_lookup_finds_leaves_the_distribution_alone(five_tokens):
+    """A prompt that repeats itself, so that each row has something to look up."""
+    model = five_tokens[0]
+    ids = torch.tensor([[1, 3, 2, 4, 1, 3, 2, 4, 1, 0, 3]])
+    counts = drawn(model, ids, PromptLookup(), 2)
+    assert chi_square_p_value(counts, exact_distribution(model, ids)) > 1e-3
+    stats = generate(
+        model, ids.expand(500, -1), PromptLookup(), max_new_tokens=3, num_assistant_tokens=2, temperature=1.0, seed=0
+    ).stats
+    assert 0 < stats.n_matches < stats.n_tested
 
 
 def test_temperature_top_k_and_top_p_are_the_targets(five_tokens):
