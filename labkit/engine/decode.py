@@ -40,7 +40,7 @@ def _one_at_a_time(method: Callable[..., object]) -> Callable[..., object]:
 
     @functools.wraps(method)
     def turn(self: "Decoder", *args: object, **kwargs: object) -> object:
-        with self._turn:
+        with self.turn:
             return method(self, *args, **kwargs)
 
     return turn
@@ -64,7 +64,7 @@ class Decoder:
     ) -> None:
         self.model = check_model(plain_model(model))
         self._ops = collect_ops(self.model)
-        self._turn = threading.RLock()
+        self.turn = threading.RLock()  # for whoever takes several steps that belong together
         # Of the first parameter that is a number still: packed weights have no dtype to compute in.
         self.device, self.dtype = self.model.device, self.model.dtype
         self._graphs = DecodeGraphs() if check_cuda_graph(cuda_graph, cache, self.device) else None

@@ -57,7 +57,8 @@ class SpeculativeLoop:
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         times = []
-        with track_peak(self.decoder.device) as peak:
+        # Steps of another thread in between would be read as this one's.
+        with self.decoder.turn, track_peak(self.decoder.device) as peak:
             synchronize(self.decoder.device)
             begin = time.perf_counter()
             self.read_prompt(input_ids)

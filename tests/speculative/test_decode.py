@@ -276,6 +276,20 @@ def test_a_decoder_is_used_as_it_is_and_again(model, prompts):
     assert torch.equal(decoder.generate(prompts, max_new_tokens=NEW).sequences, plain(model, prompts))
 
 
+def test_threads_that_share_a_decoder_take_turns(model, prompts):
+    from concurrent.futures import ThreadPoolExecutor
+
+    decoder, ids = Decoder(model), prompts[:1]
+
+    def run(seed):
+        drafter = Scripted(scripts(model, ids), VOCAB, wrong=lambda place: place % (2 + seed) == 0)
+        return generate(decoder, ids, drafter, max_new_tokens=NEW, num_assistant_tokens=3).sequences
+
+    with ThreadPoolExecutor(4) as pool:
+        for sequences in pool.map(run, range(8)):
+            assert torch.equal(sequences, plain(model, ids))
+
+
 TINY = 5
 DRAWS = 100_000
 
