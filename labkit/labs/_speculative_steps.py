@@ -62,7 +62,7 @@ class Job:
     def loop(self, seed: int, watch: Callable[[Call], None]) -> SpeculativeLoop:
         """The same, to be taken call by call."""
         device = self.decoder.device
-        loop = SpeculativeLoop(
+        return SpeculativeLoop(
             self.decoder,
             self.proposer,
             Sampling(self.temperature),
@@ -73,8 +73,6 @@ class Job:
             None,
             watch,
         )
-        loop.rows, loop.running = self.input_ids.tolist(), [True] * len(self.input_ids)
-        return loop
 
     @property
     def _common(self) -> dict[str, object]:

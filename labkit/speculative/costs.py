@@ -202,7 +202,6 @@ def _collect(loop: _TimedLoop, input_ids: torch.Tensor, samples: dict[str, list[
     spent, warm = 0.0, False
     while spent < min_run_s or len(samples["step_s"]) < _MIN_CALLS:
         if not loop.has_room:
-            loop.rows, loop.running = input_ids.tolist(), [True] * len(input_ids)
             loop.read_prompt(input_ids)
         step, call = loop.timed_step(), loop.timed_call()
         if warm:

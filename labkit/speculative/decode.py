@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from labkit import _check
+from labkit.engine.arguments import check_tokens
 from labkit.engine.decode import Decoder
 from labkit.engine.sampling import seeded_generator, stop_ids
 from labkit.kv_cache.interface import DecoderCache
@@ -53,7 +54,7 @@ def generate(
     check_proposer(proposer)
     _check.integer("num_assistant_tokens", num_assistant_tokens, 0)
     decoder = _decoder(target, cache)
-    input_ids = decoder._check_tokens("input_ids", input_ids)
+    input_ids = check_tokens("input_ids", input_ids, decoder.model.config.vocab_size, decoder.device)
     batch, prompt = input_ids.shape
     feeds = streamer is None or (batch == 1 and hasattr(streamer, "put") and hasattr(streamer, "end"))
     _check.require(feeds, "streamer", f"{type(streamer).__name__} for {batch} rows", "one of transformers, for one row")

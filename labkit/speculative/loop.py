@@ -53,7 +53,6 @@ class SpeculativeLoop:
     @torch.inference_mode()
     def __call__(self, input_ids: Tensor) -> SpeculativeOutput:
         prompt = input_ids.shape[1]
-        self.rows, self.running = input_ids.tolist(), [True] * len(input_ids)
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         times = []
@@ -76,7 +75,8 @@ class SpeculativeLoop:
         return SpeculativeOutput(self._sequences(), self.stats, ttft, tpot, rate, peak.bytes)
 
     def read_prompt(self, input_ids: Tensor) -> None:
-        """The prompt's pass, as plain decoding has it, and the first token, which it yields."""
+        """Start the rows: the prompt's pass, as plain decoding has it, and the first token, which it yields."""
+        self.rows, self.running = input_ids.tolist(), [True] * len(input_ids)
         self.decoder.reset()
         self.decoder.reserve(len(input_ids), self.limit)
         self.proposer.begin(self.decoder, input_ids, self.sampling, self.generator)
