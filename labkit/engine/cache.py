@@ -142,7 +142,7 @@ class StaticKVCache:
     def grown(self, max_length: int) -> "StaticKVCache":
         """A copy with room for `max_length` tokens."""
         _check.integer("max_length", max_length, self.max_length)
-        larger = object.__new__(StaticKVCache)
+        larger = object.__new__(type(self))
         shape = (*self.keys.shape[:3], max_length, self.keys.shape[4])
         _refuse_if_too_large(shape, self.keys.dtype, self.keys.device)
         larger.keys, larger.values = _new_storage(shape, self.keys.dtype, self.keys.device)

@@ -117,9 +117,9 @@ class Decoder:
         if self.cache is not None and self.cache.batch == batch:
             self._adopt(self.cache.grown(rounded))
         else:
+            kind = StaticKVCache if self.cache is None else type(self.cache)
             self.cache = None
-            config = self.model.config
-            self._adopt(StaticKVCache(config, batch, rounded, dtype=self.dtype, device=self.device))
+            self._adopt(kind(self.model.config, batch, rounded, dtype=self.dtype, device=self.device))
 
     def crop(self, length: Lengths) -> None:
         """Forget every token from `length` on; the next step continues from there.

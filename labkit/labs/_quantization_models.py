@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 from labkit import _check
-from labkit.kernels.quantized_linear import Int4PackWeight
 from labkit.labs._quantization_result import QuantizationParams, Sizes
 from labkit.labs._result import si
 from labkit.models import LoadedModel, load_model, shared_copy
@@ -115,20 +114,6 @@ def _act_order(weight: PackedWeight) -> PackedWeight:
         return weight
     order = torch.randperm(columns, generator=torch.Generator().manual_seed(0))
     return replace(weight, g_idx=(order // group).to(torch.int32).to(weight.device))
-
-
-def read_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights that one decode step of one sequence reads: all but an embedding that is no head, of which it
-    reads a row, and zero points that lie beside offsets already computed from them."""
-    total = weight_bytes(model)
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if table.weight is not head.weight:
-        total -= table.weight.nbytes
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Int4PackWeight) and weight.zeros is not None:
-            total -= weight.zeros.nbytes
-    return total
 
 
 def fitting_group_sizes(in_features: set[int]) -> tuple[int, ...]:

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from labkit.engine import Decoder
 from labkit.kernels import PackedWeight, choose_backend
-from labkit.labs._quantization_models import read_bytes
 from labkit.labs._quantization_result import BlockErrors, LayerErrors, QuantizationParams, Speed
 from labkit.measure import Timing, synchronize
 from labkit.quantization import AWQConfig, GPTQConfig, QuantLinear, awq, gptq
 from labkit.quantization.calibration import InputStatistics, LayerInputs, LayerTask
+from labkit.quantization.packing import read_bytes
 from labkit.quantization.plan import Plan
 
 Cancelled = Callable[[], bool]

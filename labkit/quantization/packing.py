@@ -1,17 +1,24 @@
 """From codes and a grid to a `PackedWeight`, and the bytes that a model's weights take."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from labkit import _check
 from labkit.kernels.bits import pack_bits, unpack_bits, words_per_row
+from labkit.kernels.quantized_linear import Int4PackWeight
 from labkit.kernels.types import PackedWeight
 from labkit.models import LoadedModel, plain_model
 from labkit.quantization.primitives import SCALE_DTYPE, Grid
 
-__all__ = ["PackedWeight", "pack_bits", "pack_weight", "unpack_bits", "weight_bytes", "words_per_row"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["PackedWeight", "pack_bits", "pack_weight", "read_bytes", "unpack_bits", "weight_bytes", "words_per_row"]
 
 
 def pack_weight(codes: torch.Tensor, grid: Grid, *, sym: bool, g_idx: torch.Tensor | None = None) -> PackedWeight:
@@ -52,3 +59,18 @@ def weight_bytes(model: nn.Module | LoadedModel) -> int:
     model = plain_model(model)
     _check.require(isinstance(model, nn.Module), "model", type(model).__name__, "a LoadedModel or a torch module")
     return sum(tensor.nbytes for tensor in _weights(model))
+
+
+def read_bytes(model: PreTrainedModel | LoadedModel) -> int:
+    """Bytes of weights that one decode step of one sequence reads: all but an embedding that is no head, of which it
+    reads a row, and zero points that lie beside offsets already computed from them."""
+    model = plain_model(model)
+    total = weight_bytes(model)
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if table.weight is not head.weight:
+        total -= table.weight.nbytes
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Int4PackWeight) and weight.zeros is not None:
+            total -= weight.zeros.nbytes
+    return total
