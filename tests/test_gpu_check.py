@@ -186,7 +186,8 @@ def test_sections_run_at_tiny_shapes_and_are_labelled_a_self_test(tmp_path, monk
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # a device lock of its own: figures are not what is tested here
     monkeypatch.setenv(
         "SECTION",
-        "environment,ceilings,tests,decoder_8b,speculative,quantized_linear,decode_attention,flash_attention,eight_bit",
+        "environment,ceilings,tests,decoder_8b,speculative,ladder,"
+        "quantized_linear,decode_attention,flash_attention,eight_bit",
     )  # decoder_1b differs in its shape only
     command = [sys.executable, "-m", "labkit", "gpu-check", "--allow-cpu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -63,9 +63,12 @@ class FakeCompute:
             raise self.fail[params.size]
         yield Result(params, params.size, firm=False)
         self.started.set()
-        while not self.gate.wait(0.01):
-            if cancelled():
-                return
+        # After a test that failed nobody opens the gate: this thread would hold the device for ever.
+        for _ in range(_GATE_WAITS):
+            if self.gate.wait(_GATE_WAIT_S) or cancelled():
+                break
+        if not self.gate.is_set():
+            return
         self.completed.append(params.size)
         yield Result(params, params.size**2)
 
@@ -76,6 +79,7 @@ def draw(figure: go.Figure, result: Result, earlier: tuple[Result, ...]) -> None
 
 
 CPU = torch.device("cpu")
+_GATE_WAIT_S, _GATE_WAITS = 0.01, 6000
 
 
 def build(compute: FakeCompute, *, prediction: Prediction | None = None, device: torch.device | None = CPU) -> Lab:

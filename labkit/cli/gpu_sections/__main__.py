@@ -13,9 +13,8 @@ def main(measure: str, result: str, device: str) -> None:
     tiny = device == "cpu"
     if tiny:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read as Triton is imported
-        import torch
-
-        torch.set_num_threads(1)  # tiny tensors gain nothing from more, and stall where a neighbour is busy
+        # Read as torch is imported. Tiny tensors gain nothing from more, and stall where a neighbour is busy.
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
     module, function = measure.split(":")
     getattr(importlib.import_module(module), function)(Recorder(Path(result), device, tiny=tiny))
 

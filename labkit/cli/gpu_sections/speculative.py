@@ -118,6 +118,14 @@ def speculative(recorder: Recorder) -> None:
         recorder.target(f"measured speed-up beside the model's, {_label(*key)}", agreement, at_least=1 - _WITHIN)
 
 
+def forced_drafts(draft: object, alpha: float, seed: int = 0) -> _Forced:
+    """What `draft`, a model that is `made_sure`, says, right with probability `alpha` for a target that is too."""
+    from labkit.engine import Decoder
+    from labkit.speculative import DraftModel
+
+    return _Forced(DraftModel(Decoder(draft)), alpha, seed)
+
+
 def _label(alpha: float, gamma: int) -> str:
     return f"α {alpha:g}, γ {gamma}"
 
@@ -136,14 +144,14 @@ def _set_up(recorder: Recorder, sizes: _Sizes) -> _Setup:
     else:
         models = [shaped_model(name, torch.bfloat16, recorder.device) for name in names]
     recorder.record("models", {"target": names[0], "draft": names[1], "dtype": str(models[0].dtype), "batch": 1})
-    target, draft = (Decoder(_made_sure(model)) for model in models)
+    target, draft = (Decoder(made_sure(model)) for model in models)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(target.model.config.vocab_size, (1, sizes.prompt), generator=generator).to(recorder.device)
     known = target.generate(prompt, max_new_tokens=sizes.new_tokens + max(sizes.gammas)).sequences
     return _Setup(target, DraftModel(draft), prompt, known, sizes.new_tokens)
 
 
-def _made_sure(model: object) -> object:
+def made_sure(model: object) -> object:
     """The model, in place, so that each id is followed by the next one by a margin that no rounding reaches: the head's
     row of an id is the embedding of the id before it, and the embeddings outweigh what the layers add to them."""
     import torch
