@@ -19,12 +19,11 @@ from labkit._progress import say
 from labkit.engine.decode import Decoder
 from labkit.engine.sampling import sample, seeded_generator
 from labkit.models import LoadedModel
-from labkit.speculative._train_prompts import ChatTemplate, not_held_out, passage_prompts, self_prompts
+from labkit.speculative._train_prompts import ChatTemplate, not_held_out, passage_prompts, self_prompts, written_prompts
 
 _ROWS = 96
-_ROUND_PROMPTS = 340
-# One passage to eight prompts of the target's own.
-_PASSAGES = 8
+# Prompts of a round: the target's own, requests of the kinds that people type, tasks over a passage.
+_OWN, _WRITTEN, _PASSAGES = 140, 200, 40
 _MAX_PROMPT = 180
 # Most answers are what greedy decoding will ask the drafter for; the others keep it right off that path.
 _GREEDY_SHARE, _TEMPERATURES = 0.6, (0.6, 1.0)
@@ -102,8 +101,8 @@ def make_rounds(target: LoadedModel, folder: Path, tokens: int, *, seed: int, le
 def _round(decoder: Decoder, template: ChatTemplate, seed: int, index: int, length: int) -> Iterator[Sample]:
     rng = random.Random(f"{seed} {index}")
     generator = seeded_generator(decoder.device, rng.getrandbits(63))
-    prompts = self_prompts(decoder, template, _ROUND_PROMPTS, generator)
-    prompts += passage_prompts(template, len(prompts) // _PASSAGES, rng)
+    prompts = self_prompts(decoder, template, _OWN, generator)
+    prompts += [*written_prompts(_WRITTEN, rng), *passage_prompts(template, _PASSAGES, rng)]
     ids = [ids for prompt in not_held_out(prompts) if len(ids := template(prompt)) <= _MAX_PROMPT]
     ids.sort(key=len)
     for start in range(0, len(ids), _ROWS):

@@ -1,13 +1,19 @@
-"""Prompts to train a drafter on: what the target itself makes users say, and tasks over the calibration text."""
+"""Prompts to train a drafter on: what the target itself makes users say, requests of the kinds that people type, and
+tasks over the calibration text."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
+import string
 from collections.abc import Iterable, Iterator
 
 import torch
+import yaml
 from transformers import PreTrainedTokenizerBase
 
+from labkit._paths import DATA
 from labkit.corpora import load_text
 from labkit.engine.decode import Decoder
 from labkit.engine.sampling import sample
@@ -73,6 +79,23 @@ def self_prompts(decoder: Decoder, template: ChatTemplate, count: int, generator
                 text = template.tokenizer.decode(turn[: turn.index(eos)]).strip()
                 found |= {text} if len(text) >= _LEAST_CHARACTERS else set()
     return sorted(found)
+
+
+@functools.cache
+def _written() -> tuple[str, ...]:
+    stored = yaml.safe_load((DATA / "training_prompts.yaml").read_text(encoding="utf-8"))
+    prompts = []
+    for form in stored["forms"]:
+        lists = [name for _, name, _, _ in string.Formatter().parse(form) if name]
+        fillings = itertools.product(*(stored[name] for name in lists))
+        prompts += [form.format(**dict(zip(lists, filling, strict=True))) for filling in fillings]
+    return tuple(prompts)
+
+
+def written_prompts(count: int, rng: random.Random) -> list[str]:
+    """`count` of the requests of `data/training_prompts.yaml`, each at most once. People ask in other words and for
+    other things than a small model does when it plays the user."""
+    return rng.sample(_written(), count)
 
 
 def passage_prompts(template: ChatTemplate, count: int, rng: random.Random) -> Iterator[str]:

@@ -14,7 +14,7 @@ from labkit.speculative._train_data import Sample, answers, make_rounds, read_sa
 from labkit.speculative._train_eval import evaluate
 from labkit.speculative._train_head import HeadTrainingConfig, new_head, train_head
 from labkit.speculative._train_loss import EagleObjective, draft_vocabulary, in_batches
-from labkit.speculative._train_prompts import ChatTemplate, not_held_out, passage_prompts
+from labkit.speculative._train_prompts import ChatTemplate, not_held_out, passage_prompts, written_prompts
 from labkit.speculative.prompts import KINDS, load_prompts
 
 EOS = 0
@@ -82,6 +82,17 @@ def test_held_out_prompts_are_kept_out():
     assert not_held_out([*held, near, mine]) == [mine]
 
 
+def test_written_requests_are_filled_in_and_none_is_held_out():
+    import random
+
+    made = written_prompts(2000, random.Random(0))
+    assert len(set(made)) == 2000
+    assert not any(mark in text for text in made for mark in "{}")
+    held = {text.casefold() for kind in KINDS for text in load_prompts(kind)}
+    assert not held & {text.casefold() for text in made}
+    assert written_prompts(50, random.Random(1)) == written_prompts(50, random.Random(1)) != made[:50]
+
+
 def test_passages_come_from_the_calibration_split(default_model):
     import random
 
@@ -99,6 +110,7 @@ def test_passages_come_from_the_calibration_split(default_model):
 def test_a_round_is_made_once_and_goes_on(target, tmp_path, monkeypatch):
     monkeypatch.setattr("labkit.speculative._train_data.self_prompts", lambda *_: [f"question {i}" for i in range(16)])
     monkeypatch.setattr("labkit.speculative._train_data.passage_prompts", lambda *_: iter(()))
+    monkeypatch.setattr("labkit.speculative._train_data.written_prompts", lambda *_: [])
     held = make_rounds(target, tmp_path, 100, seed=0, length=8)
     made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert held >= 100
@@ -242,6 +254,7 @@ def test_the_command_from_nothing_to_a_head(target, tmp_path, monkeypatch, capsy
         "labkit.speculative._train_data.self_prompts", lambda *_: [f"question number {i}" for i in range(60)]
     )
     monkeypatch.setattr("labkit.speculative._train_data.passage_prompts", lambda *_: iter(()))
+    monkeypatch.setattr("labkit.speculative._train_data.written_prompts", lambda *_: [])
     command = ["--out", str(tmp_path / "run"), "--tokens", "1200", "--answer-length", "16", "--draft-vocab-size", "60"]
     command += ["--steps", "6", "--check-every", "3", "--prompts", "1"]
     assert train.main(command) == 0
