@@ -37,9 +37,12 @@ def test_a_run_ends_with_the_table_the_report_and_1_if_a_chapter_failed(folder, 
     rows = {line.split()[0]: line for line in out.splitlines() if line.startswith(("00_good  ", "01_bad  "))}
     assert " ok " in rows["00_good"] and " MB" in rows["00_good"]
     assert "FAILED" in rows["01_bad"] and "code cell 2: KeyError: '<no | such>'" in rows["01_bad"]
-    report = (tmp_path / "cache" / "reports").glob("*.md").__next__().read_text()
-    assert "## 01_bad" in report and "## 00_good" not in report and "\x1b[" not in report
-    assert "KeyError" in report.split("## 01_bad")[1]
+    (report,) = (tmp_path / "cache" / "reports").iterdir()
+    page = report.read_text()
+    assert report.suffix == ".html" and "\x1b[" not in page
+    good_part, bad_part = page.split('id="chapter-')[1:]
+    assert f'<pre class="text">{run_version()}\n</pre>' in good_part and "Traceback" not in good_part
+    assert "Traceback" in bad_part and "FAILED: KeyError: &#x27;&lt;no | such&gt;&#x27;" in bad_part
     assert (good.read_bytes(), bad.read_bytes()) == before
     executed = nbformat.read(tmp_path / "executed" / "00_good.ipynb", as_version=4)
     assert executed.cells[2].outputs[0].text == f"{run_version()}\n"
@@ -57,6 +60,15 @@ def test_a_run_without_a_failure_returns_0_and_only_what_was_asked_for_runs(fold
     assert main(["run", "0", "--output", str(tmp_path / "r.html")]) == 0
     page = (tmp_path / "r.html").read_text()
     assert page.startswith("<!doctype html>") and "00_good" in page and "01_bad" not in page
+
+
+def test_markdown_holds_the_table_and_the_failures_for_those_who_ask(folder, tmp_path):
+    write(folder, "00_good", "pass")
+    write(folder, "01_bad", "raise KeyError('<no | such>')")
+    assert main(["run", "--output", str(tmp_path / "r.md")]) == 1
+    report = (tmp_path / "r.md").read_text()
+    assert "## 01_bad" in report and "## 00_good" not in report and "\x1b[" not in report
+    assert "KeyError" in report.split("## 01_bad")[1]
 
 
 def test_a_cell_that_takes_too_long_is_named(folder):

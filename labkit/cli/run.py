@@ -1,44 +1,26 @@
 """`python -m labkit run`: every chapter run headless from its notebook, and a report of how it went."""
 
 import argparse
-import html
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 from labkit._paths import DATA, cache_dir
-from labkit.cli.table import Table, html_page, readable
+from labkit.cli.run_report import ChapterRun, runs_table, write_report
 
 NOTEBOOKS = DATA.parent / "notebooks"
-_COLUMNS = ("chapter", "result", "seconds", "peak memory", "first error")
-_ERROR_CHARS = 160
-
-
-@dataclass(frozen=True)
-class ChapterRun:
-    """How one notebook went. `peak_bytes` is the resident memory of the kernel and its children at its highest,
-    None where it could not be read; `cell` counts code cells from 1."""
-
-    chapter: str
-    ok: bool
-    seconds: float
-    peak_bytes: int | None = None
-    cell: int | None = None
-    error: str = ""
-    traceback: str = ""
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Register `run`."""
     parser = commands.add_parser(
         "run",
-        help="run all notebooks headless, with a report at the end",
+        help="run all notebooks headless, with a report of their figures and tables at the end",
         description="Run notebooks from first to last cell without a browser. The files are not written back.",
     )
     parser.add_argument(
@@ -56,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--output",
         type=Path,
-        help="report file, .md or .html (default: a dated .md in the cache)",
+        help="report file: .html, or .md for the table alone (default: a dated .html in the cache)",
     )
     parser.add_argument(
         "--save",
@@ -68,11 +50,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run, print a line a chapter and the table, write the report. Returns 1 if a chapter failed."""
+    """Run, print a line a chapter and the table, write the report of all. Returns 1 if a chapter failed."""
     from labkit import _check
 
     chapters = find_chapters(args.chapters)
-    output = args.output or cache_dir() / "reports" / f"run-{datetime.now():%Y%m%d-%H%M%S}.md"
+    output = args.output or cache_dir() / "reports" / f"run-{datetime.now():%Y%m%d-%H%M%S}.html"
     if output.suffix not in (".md", ".html"):
         raise ValueError(f"--output: got {output}; takes a file ending in .md or .html")
     _check.number("--timeout", args.timeout, 0.0)
@@ -147,7 +129,7 @@ def run_notebook(path: Path, *, cell_timeout_s: float = 600.0, save_to: Path | N
     if save_to is not None:
         save_to.mkdir(parents=True, exist_ok=True)
         nbformat.write(notebook, save_to / path.name)
-    return replace(run, seconds=time.perf_counter() - started, peak_bytes=peak[0] or None)
+    return replace(run, seconds=time.perf_counter() - started, peak_bytes=peak[0] or None, notebook=notebook)
 
 
 def _what_stopped_it(notebook: object, reached: int | None, error: Exception) -> dict[str, object]:
@@ -180,47 +162,3 @@ def _peak_memory(pid_of: Callable[[], int | None], every_s: float = 0.1) -> Iter
     finally:
         stop.set()
         thread.join()
-
-
-def runs_table(runs: Sequence[ChapterRun]) -> Table:
-    """A row a chapter."""
-    rows = []
-    for run in runs:
-        where = f"code cell {run.cell}: " if run.cell else ""
-        error = " ".join(run.error.split())
-        rows.append(
-            {
-                "chapter": run.chapter,
-                "result": "ok" if run.ok else "FAILED",
-                "seconds": f"{run.seconds:.1f}",
-                "peak memory": readable(run.peak_bytes, "bytes") if run.peak_bytes else "not read",
-                "first error": "" if run.ok else f"{where}{error}"[:_ERROR_CHARS],
-            }
-        )
-    return Table.of(rows, _COLUMNS)
-
-
-def write_report(runs: Sequence[ChapterRun], path: Path) -> Path:
-    """The table and each failure's traceback, as Markdown or as HTML by the file's ending; returns the path."""
-    from labkit import _check
-    from labkit.ledger import device_name, library_versions
-
-    title = f"labkit run, {datetime.now():%Y-%m-%d %H:%M}"
-    versions = ", ".join(f"{name} {version}" for name, version in library_versions().items())
-    machine = f"{device_name(_check.device('device', None))}; {versions}"
-    failed = [run for run in runs if not run.ok]
-    table = runs_table(runs)
-    if path.suffix == ".html":
-        details = "".join(f"<h2>{html.escape(r.chapter)}</h2><pre>{html.escape(_plain(r))}</pre>" for r in failed)
-        text = html_page(title, f"<p>{html.escape(machine)}</p>\n{table.html()}\n{details}")
-    else:
-        details = "".join(f"\n## {run.chapter}\n\n````\n{_plain(run)}\n````\n" for run in failed)
-        text = f"# {title}\n\n{machine}\n\n{table.markdown()}\n{details}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def _plain(run: ChapterRun) -> str:
-    """The traceback without a terminal's colours."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", run.traceback)
