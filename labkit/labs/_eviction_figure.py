@@ -12,13 +12,12 @@ from plotly.subplots import make_subplots
 
 from labkit.labs._eviction_forms import NAMES, SINKS, budget_text, plain, setting
 from labkit.labs._eviction_result import BUDGETS, FULL, METHODS, EvictionResult, Kept, Span
-from labkit.labs._figures import COLOURS, INK, MUTED, TEMPLATE, log_range
+from labkit.labs._figures import COLOURS, FAINT, INK, MUTED, TEMPLATE, log_range
 
 Traces = Mapping[str, BaseTraceType]
 SYMBOLS = {"full": "cross", "window": "square", "sinks": "diamond", "heavy_hitters": "circle", "snapkv": "triangle-up"}
 FORGETFUL = tuple(method for method in METHODS if method != FULL)
 _HOVER = "%{hovertext}<extra></extra>"
-_NOTHING = "#f1f1f1"
 _BUDGET_AXIS = (0.052, 1.2)
 # Methods that found as many stand beside each other and not on each other: by this much on the logarithmic axis.
 _APART = 0.045
@@ -108,7 +107,7 @@ def _draw_kept(figure: go.Figure, trace: BaseTraceType, result: EvictionResult) 
         z=[list(layer) for layer in kept.heads],
         customdata=[words] * layers,
         zmax=most,
-        colorscale=[[0, _NOTHING], [1, colour(result.params.method)]],
+        colorscale=[[0, FAINT], [1, colour(result.params.method)]],
     )
     trace.colorbar.tickvals = sorted({0, *range(0, most + 1, max(1, most // 4)), most})
     figure.layout.xaxis.range = (-1.5, seen + 0.5)

@@ -20,7 +20,13 @@ BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, YELLOW = (
     "#D55E00",
     "#F0E442",
 )
-INK, MUTED, GRID = "#1b1b1b", "#6b6b6b", "#e4e4e4"
+# From the text's own to what is hardly there.
+INK, MUTED, PALE, SILVER, GRID, FAINT = "#1b1b1b", "#6b6b6b", "#9a9a9a", "#c4c4c4", "#e4e4e4", "#f3f3f3"
+ERROR = "#a40000"
+# Scales for heat maps: shares from none to all (3%, an even share of 32, is told from none), magnitudes (darker is
+# more), and errors over decades.
+SHARES = [[0, "#ffffff"], [0.03, "#dbe9f6"], [0.2, "#85bcdc"], [0.5, "#2b7bba"], [1, "#08306b"]]
+MAGNITUDES, DECADES = "Blues", "Viridis"
 
 # A colour stands for the same thing in every chapter; what is compared with it beside a colour also has its own shape,
 # dash or place, so that no figure is read by colour alone.
@@ -33,6 +39,9 @@ COLOURS = {
     "other": MUTED,
     "ceiling": INK,
     "float": MUTED,
+    "bfloat16": PALE,
+    "int8": SKY,
+    "int4": ORANGE,
     "RTN": SKY,
     "AWQ": GREEN,
     "GPTQ": VERMILLION,
@@ -50,7 +59,60 @@ COLOURS = {
     "EAGLE head": PURPLE,
     "prompt lookup": SKY,
     "int4 copy": ORANGE,
+    "draft": ORANGE,
+    "verify": BLUE,
+    "free drafts": GREEN,
+    "folk claim": VERMILLION,
+    # What became of a token: drafted and kept, drafted and refused, or the target's own.
+    "accepted": BLUE,
+    "rejected": VERMILLION,
+    "untested": MUTED,
+    "residual": ORANGE,
+    "bonus": GREEN,
+    "plain": MUTED,
+    "prompt": MUTED,
+    # The rungs of chapter 06's ladder, each in the colour that its technique has in its own chapter.
+    "baseline": MUTED,
+    "step": VERMILLION,
+    "attention rung": GREEN,
+    "speculation": PURPLE,
 }
+# What figures call a technique beside its own name.
+_ALSO = {
+    "16 bits": "bfloat16",
+    "8 bits": "int8",
+    "4 bits": "int4",
+    "3 bits, trained": "QAT",
+    "standard": "standard attention",
+    "tiles": "own attention",
+    "tiles in plain PyTorch": "own attention",
+    "PyTorch's kernel": "native attention",
+}
+
+
+def technique(name: str) -> str | None:
+    """The key of `COLOURS` that a line of this name stands for; what follows a comma says which form of it."""
+    known = {key: key for key in COLOURS} | _ALSO
+    return known.get(name) or known.get(name.split(", ")[0])
+
+
+def line_looks(names: Sequence[str]) -> dict[str, dict[str, object]]:
+    """Of lines in one figure: colour, dash and symbol. A technique has its colour, and its second form is dotted with
+    another symbol; what stands for no technique takes the palette's colours that are left, in order."""
+    taken = [COLOURS[known] for name in names if (known := technique(name))]
+    palette = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION)
+    # More lines than colours: they come round again.
+    left = [*(c for c in palette if c not in taken), *palette * len(names)]
+    looks, seen = {}, []
+    for name in names:
+        colour = COLOURS[known] if (known := technique(name)) else left.pop(0)
+        again = seen.count(colour) % len(_SYMBOLS)
+        seen.append(colour)
+        looks[name] = {"color": colour, "dash": "dot" if again else None, "symbol": _SYMBOLS[again]}
+    return looks
+
+
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 
 TEMPLATE = go.layout.Template(
     layout=go.Layout(

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.basedatatypes import BaseTraceType
 
 from labkit.kv_cache.blocks import Snapshot
-from labkit.labs._figures import BLUE, GREEN, GRID, INK, MUTED, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
+from labkit.labs._figures import BLUE, GREEN, GRID, INK, MUTED, ORANGE, PURPLE, SILVER, SKY, VERMILLION, YELLOW
 from labkit.labs._paging_result import TABLES_AT_S, Block, first_blocks
 
 COLUMNS, ROWS = 32, 8
@@ -25,7 +25,7 @@ def _tint(colour: str, strength: float) -> str:
 # The number in each cell says which sequence it is; colours come round again where there are more.
 _BASE = (SKY, ORANGE, GREEN, PURPLE, YELLOW, BLUE, VERMILLION)
 TINTS = tuple(_tint(colour, strength) for strength in (0.75, 0.4) for colour in _BASE)
-SHARED = "#d0d0d0"
+SHARED = SILVER
 
 
 def add_blocks(figure: go.Figure, *, row: int, col: int) -> None:

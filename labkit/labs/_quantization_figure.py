@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from plotly.basedatatypes import BaseTraceType
 from plotly.subplots import make_subplots
 
-from labkit.labs._figures import COLOURS, INK, MUTED, TEMPLATE, log_range
+from labkit.labs._figures import COLOURS, DECADES, INK, MUTED, TEMPLATE, log_range
 from labkit.labs._quantization_forms import percent, plain, setting, share
 from labkit.labs._quantization_result import METHODS, QuantizationResult, Speed
 from labkit.labs._result import si
@@ -68,7 +68,7 @@ def _add_points(figure: go.Figure, panel: int) -> None:
     else:
         look = {"mode": "lines+text", "line": {"color": COLOURS["ceiling"], "width": 3}, "textposition": "top right"}
         figure.add_scatter(name="ceiling", hoverinfo="skip", **look, **where)
-        marker = {"size": 13, "color": COLOURS["float"], "symbol": "x"}
+        marker = {"size": 13, "color": COLOURS["bfloat16"], "symbol": "x"}
         look = {"mode": "markers+text", "textposition": "bottom center", "hovertemplate": _HOVER, "marker": marker}
         figure.add_scatter(name="bfloat16", textfont_color=MUTED, **look, **where)
     what = ("perplexity", "speed")[panel - 1]
@@ -93,7 +93,7 @@ def _add_legend(figure: go.Figure) -> None:
 def _lay_out(figure: go.Figure) -> None:
     bar = {"len": 0.43, "y": 1.01, "yanchor": "top", "thickness": 14}
     bar |= {"tickvals": list(_DECADES), "ticktext": list(_DECADES.values())}
-    axis = {"colorscale": "Viridis", "cmin": min(_DECADES), "cmax": max(_DECADES), "colorbar": bar}
+    axis = {"colorscale": DECADES, "cmin": min(_DECADES), "cmax": max(_DECADES), "colorbar": bar}
     figure.update_layout(template=TEMPLATE, height=720, coloraxis=axis, margin={"l": 75, "r": 15, "t": 40, "b": 95})
     figure.update_annotations(font_size=16)
     figure.update_yaxes(showgrid=False, autorange="reversed", ticks="", ticksuffix=" ", row=1)

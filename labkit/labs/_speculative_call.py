@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import plotly.graph_objects as go
 from plotly.basedatatypes import BaseTraceType
 
-from labkit.labs._figures import BLUE, INK, MUTED, ORANGE
+from labkit.labs._figures import COLOURS, INK, MUTED, SILVER
 from labkit.labs._result import duration
 from labkit.labs._speculative_result import SpeculativeResult
 
@@ -15,15 +15,14 @@ Traces = Mapping[str, BaseTraceType]
 _PLAIN, _CALL = 1, 0
 # Where the words stand, over the plain steps and under the call.
 _OVER, _UNDER = 1.4, -0.46
-_STEPS = "#c4c4c4"
-_PARTS = {"draft": ORANGE, "verify": BLUE, "rest": MUTED}
+_PARTS = {"draft": COLOURS["draft"], "verify": COLOURS["verify"], "rest": MUTED}
 
 
 def add_call(figure: go.Figure, col: int) -> None:
     """Empty traces: plain steps, the parts of a call, the call as it was clocked, and words."""
     where = {"row": 1, "col": col, "showlegend": False}
     bars = {"orientation": "h", "width": 0.5, "hovertemplate": "%{hovertext}<extra></extra>"}
-    for name, colour in {"plain steps": _STEPS, **_PARTS}.items():
+    for name, colour in {"plain steps": SILVER, **_PARTS}.items():
         figure.add_bar(name=name, marker={"color": colour, "line": {"color": "white", "width": 2}}, **bars, **where)
     mark = {"symbol": "line-ns", "size": 50, "line": {"width": 4, "color": INK}}
     figure.add_scatter(name="clocked", mode="markers", marker=mark, cliponaxis=False, hoverinfo="skip", **where)

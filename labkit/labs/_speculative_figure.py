@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from plotly.basedatatypes import BaseTraceType
 from plotly.subplots import make_subplots
 
-from labkit.labs._figures import COLOURS, GREEN, INK, TEMPLATE, VERMILLION
+from labkit.labs._figures import COLOURS, INK, TEMPLATE
 from labkit.labs._speculative_call import add_call, draw_call
 from labkit.labs._speculative_forms import faster, folk_text, setting, times
 from labkit.labs._speculative_result import EAGLE, ITSELF, LOOKUP, MOST_DRAFTED, SpeculativeResult
@@ -19,8 +19,8 @@ SYMBOLS = {EAGLE: "circle", LOOKUP: "diamond", ITSELF: "square"}
 _HOVER = "%{hovertext}<extra></extra>"
 _LINES = {
     "time model": {"color": INK, "width": 3, "dash": "dash"},
-    "free drafts": {"color": GREEN, "width": 2, "dash": "dot"},
-    "folk claim": {"color": VERMILLION, "width": 2, "dash": "dashdot"},
+    "free drafts": {"color": COLOURS["free drafts"], "width": 2, "dash": "dot"},
+    "folk claim": {"color": COLOURS["folk claim"], "width": 2, "dash": "dashdot"},
 }
 _MEANING = {
     "time model": "time model E/(γc + v)",

@@ -6,24 +6,16 @@ import html
 from collections import Counter
 from itertools import groupby
 
-from labkit.labs._figures import BLUE, GREEN, MUTED, ORANGE, VERMILLION
+from labkit.labs._figures import COLOURS
 from labkit.labs._speculative_result import SpeculativeResult
 from labkit.labs._speculative_tokens import EMITTED, KINDS, VISIBLE, Token
 
-COLOURS = {
-    "accepted": BLUE,
-    "rejected": VERMILLION,
-    "untested": MUTED,
-    "residual": ORANGE,
-    "bonus": GREEN,
-    "plain": MUTED,
-    "prompt": MUTED,
-}
 _SHOWN_PROMPT = 160
 
 
-def _tint(colour: str, alpha: float) -> str:
+def _tint(kind: str, alpha: float) -> str:
     """Over a light or a dark page: the text keeps the page's own colour."""
+    colour = COLOURS[kind]
     return f"rgb({' '.join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))} / {alpha:.0%})"
 
 
@@ -39,13 +31,15 @@ STYLE = f"""<style>
 .labkit-call {{ border-left: 2px solid var(--jp-border-color1, #9e9e9e); margin-left: 3px; padding-left: 3px; }}
 .labkit-token {{ padding: 1px 1px; border-radius: 2px; }}
 .labkit-blank {{ opacity: 0.5; }}
-.labkit-accepted {{ background: {_tint(BLUE, 0.2)}; border-bottom: 3px solid {BLUE}; }}
-.labkit-rejected {{ background: {_tint(VERMILLION, 0.16)}; text-decoration: line-through 2px; }}
+.labkit-accepted {{ background: {_tint("accepted", 0.2)}; border-bottom: 3px solid {COLOURS["accepted"]}; }}
+.labkit-rejected {{ background: {_tint("rejected", 0.16)}; text-decoration: line-through 2px; }}
 .labkit-untested {{ opacity: 0.6; text-decoration: line-through 1px; }}
-.labkit-residual {{ background: {_tint(ORANGE, 0.3)}; border: 2px solid {ORANGE}; font-weight: 700; }}
-.labkit-bonus {{ background: {_tint(GREEN, 0.22)}; border-bottom: 4px double {GREEN}; font-weight: 700; }}
-.labkit-plain {{ border-bottom: 2px dotted {MUTED}; }}
-.labkit-prompt {{ border-bottom: 1px solid {MUTED}; }}
+.labkit-residual {{ background: {_tint("residual", 0.3)}; border: 2px solid {COLOURS["residual"]};
+  font-weight: 700; }}
+.labkit-bonus {{ background: {_tint("bonus", 0.22)}; border-bottom: 4px double {COLOURS["bonus"]};
+  font-weight: 700; }}
+.labkit-plain {{ border-bottom: 2px dotted {COLOURS["plain"]}; }}
+.labkit-prompt {{ border-bottom: 1px solid {COLOURS["prompt"]}; }}
 </style>"""
 
 

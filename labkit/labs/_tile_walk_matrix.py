@@ -8,14 +8,12 @@ import plotly.graph_objects as go
 from plotly.basedatatypes import BaseTraceType
 
 from labkit.kernels.flash_attention.tiles import Tile, tiles
-from labkit.labs._figures import BLUE, GREEN, INK, MUTED, ORANGE, VERMILLION
+from labkit.labs._figures import BLUE, FAINT, GREEN, INK, MUTED, ORANGE, PALE, SHARES, SILVER, VERMILLION
 from labkit.labs._tile_walk_result import TileWalkParams, TileWalkResult
 
 Traces = Mapping[str, BaseTraceType]
 Q_COLOUR, K_COLOUR, V_COLOUR, ACCENT = BLUE, GREEN, ORANGE, VERMILLION
-# A weight of 3% is an even share of 32 keys: it must be told from none.
-_SHADES = [[0, "#ffffff"], [0.03, "#dbe9f6"], [0.2, "#85bcdc"], [0.5, "#2b7bba"], [1, "#08306b"]]
-_HIDDEN, _TO_COME = "#c9c9c9", "#f4f4f4"
+_HIDDEN, _TO_COME = SILVER, FAINT
 
 
 def add_matrix(figure: go.Figure, *, row: int, col: int) -> None:
@@ -24,12 +22,12 @@ def add_matrix(figure: go.Figure, *, row: int, col: int) -> None:
     hover = "query %{y}, key %{x}: weight %{z:.3f}<extra></extra>"
     bar = {"len": 0.3, "thickness": 12, "tickfont_size": 12, "tickvals": [0, 0.5, 1], "x": 0.485, "y": 0.83}
     bar["title"] = {"text": "weight", "font_size": 13}
-    figure.add_heatmap(name="weights", hovertemplate=hover, colorscale=_SHADES, zmin=0, zmax=1, colorbar=bar, **where)
+    figure.add_heatmap(name="weights", hovertemplate=hover, colorscale=SHARES, zmin=0, zmax=1, colorbar=bar, **where)
     grey, hover = [[0, _HIDDEN], [1, _HIDDEN]], "query %{y} does not see key %{x}<extra></extra>"
     figure.add_heatmap(name="masked", hovertemplate=hover, colorscale=grey, showscale=False, **where)
-    hatch = {"color": "white", "pattern": {"shape": "/", "fgcolor": "#a8a8a8", "size": 7}, "line": {"width": 0}}
+    hatch = {"color": "white", "pattern": {"shape": "/", "fgcolor": PALE, "size": 7}, "line": {"width": 0}}
     figure.add_bar(name="skipped", marker=hatch, hoverinfo="skip", showlegend=False, **where)
-    lines = {"to come": {"color": "#b5b5b5", "width": 1}, "visited": {"color": MUTED, "width": 1.5}}
+    lines = {"to come": {"color": SILVER, "width": 1}, "visited": {"color": MUTED, "width": 1.5}}
     lines["present"] = {"color": ACCENT, "width": 4}
     for name, colour in (("Q rows", Q_COLOUR), ("K columns", K_COLOUR), ("V columns", V_COLOUR)):
         lines[name] = {"color": colour, "width": 8}

@@ -7,18 +7,22 @@ from itertools import groupby
 import anywidget
 import ipywidgets as widgets
 
+from labkit.labs._figures import BLUE, ERROR
 from labkit.labs._result import Number, Progress
 
 # Lab colours follow JupyterLab's theme where it sets one; the fallbacks are its light theme.
-STYLE = """<style>
-.labkit-lab { padding: 4px 2px; }
+_COLOURED = f"""<style>
+.labkit-prediction {{ border-left: 4px solid {BLUE}; padding: 2px 0 2px 10px; margin: 6px 0; }}
+.labkit-status.labkit-error {{ color: {ERROR}; font-weight: 600; white-space: pre-wrap; }}
+"""
+STYLE = (
+    _COLOURED
+    + """.labkit-lab { padding: 4px 2px; }
 .labkit-title { font-size: 18px; font-weight: 600; line-height: 1.3; }
 .labkit-how { font-size: 14px; line-height: 1.45; max-width: 70em; }
 .labkit-lab .widget-label, .labkit-lab .widget-readout, .labkit-lab .widget-html-content,
 .labkit-lab .jupyter-button { font-size: 14px; }
-.labkit-prediction { border-left: 4px solid #0072B2; padding: 2px 0 2px 10px; margin: 6px 0; }
 .labkit-status { font-size: 14px; line-height: 1.4; }
-.labkit-status.labkit-error { color: #a40000; font-weight: 600; white-space: pre-wrap; }
 .labkit-groups { display: flex; flex-wrap: wrap; gap: 6px 24px; align-items: flex-start; }
 .labkit-groups table { flex: 1 1 400px; border-collapse: collapse; font-size: 14px; line-height: 1.45; }
 .labkit-groups caption { text-align: left; font-weight: 600; padding-bottom: 2px; }
@@ -29,6 +33,7 @@ STYLE = """<style>
   color: var(--jp-ui-font-color1, #212121); background: var(--jp-layout-color2, #eee); }
 .labkit-export:hover { box-shadow: 0 2px 4px rgb(0 0 0 / 25%); }
 </style>"""
+)
 
 
 class Refit(anywidget.AnyWidget):

@@ -10,7 +10,8 @@ import plotly.graph_objects as go
 
 from labkit import _check
 from labkit._table import readable
-from labkit.labs._figures import COLOURS, INK, TEMPLATE, to_png
+from labkit.labs._figures import COLOURS, INK, MAGNITUDES, TEMPLATE, line_looks, to_png
+from labkit.labs._roofline_result import FAMILIES
 from labkit.measure import Timing
 
 _HEIGHT = 420
@@ -37,9 +38,9 @@ class Chart:
 
 
 def time_shares(times: Mapping[str, Timing], *, title: str, floors: Mapping[str, float] | None = None) -> Chart:
-    """Bars of seconds by op, longest at the top, with their share; `floors` marks the least time that the roof allows.
+    """Bars of seconds by op in its family's colour, longest at the top, with their share.
 
-    `times` is what `op_times` returns; `floors` seconds by the same names.
+    `times` is what `op_times` returns; `floors`, seconds by the same names, marks the least time that the roof allows.
     """
     timed = isinstance(times, Mapping) and times and all(isinstance(t, Timing) for t in times.values())
     _check.require(bool(timed), "times", times, "a Timing by op, as op_times returns")
@@ -50,8 +51,9 @@ def time_shares(times: Mapping[str, Timing], *, title: str, floors: Mapping[str,
     milliseconds = [1e3 * times[name].median for name in names]
     shares = [f"{times[name].median / total:.0%}" for name in names]
     figure = go.Figure(layout={"template": TEMPLATE, "title": title, "height": _HEIGHT + 120, "barmode": "overlay"})
-    bars = {"orientation": "h", "y": names}
-    figure.add_bar(x=milliseconds, text=shares, name="measured", marker_color=COLOURS["projections"], **bars)
+    bars = {"orientation": "h", "y": names, "showlegend": False}
+    colours = [COLOURS[next((f for f, ops in FAMILIES.items() if name in ops), "other")] for name in names]
+    figure.add_bar(x=milliseconds, text=shares, name="measured", marker_color=colours, **bars)
     if floors is not None:
         marks = {"symbol": "line-ns", "size": 16, "line": {"width": 3, "color": INK}}
         least = [1e3 * floors[name] for name in names]
@@ -90,8 +92,11 @@ def curves(
     for name in ceilings:
         _check.require(name in lines, "ceiling", name, _check.near(name, lines))
     figure = go.Figure(layout={"template": TEMPLATE, "title": title, "height": _HEIGHT})
+    looks = line_looks([name for name in lines if name not in ceilings])
     for name, y in lines.items():
-        style = {"line": {"width": 3}}
+        look = looks.get(name, {})
+        style = {"line": {"width": 3, "color": look.get("color"), "dash": look.get("dash")}}
+        style["marker_symbol"] = look.get("symbol")
         if name in ceilings:
             style = {"line": {"dash": _DASHES[ceilings.index(name) % len(_DASHES)], "color": COLOURS["ceiling"]}}
         figure.add_scatter(
@@ -128,7 +133,7 @@ def heat_map(
         y=list(rows),
         customdata=[list(values) for values in rows.values()],
         hovertemplate=f"%{{y}}, {x_title} %{{x}}: %{{customdata:.3g}}<extra></extra>",
-        colorscale="Blues",
+        colorscale=MAGNITUDES,
         xgap=1,
         ygap=1,
         colorbar={"title": {"text": value_title, "side": "right"}, **ticks},
