@@ -15,7 +15,7 @@ HELP_SETUP = echo "The set-up stopped: see 'Troubleshooting' in README.md. 'make
 export OMP_WAIT_POLICY ?= passive
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: FORCE help setup lab test lint aot bench record record-peers record-kv quantlibs notebooks picture gpu-check gpu-notebooks constraints clean
+.PHONY: FORCE help setup lab test lint aot bench record record-peers record-kv record-ladder quantlibs notebooks picture gpu-check gpu-notebooks constraints clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -97,9 +97,11 @@ test-notebooks: $(STAMP)/labkit ## only the notebooks: every output by nbval, hy
 		exit 1; \
 	}
 
+# Each process has a JupyterLab and a Chromium of its own. By files: one runs the chapters whole, the other moves the
+# labs, about as long; two labs at once would only wait for one another to measure.
 test-browser: $(STAMP)/labkit ## only JupyterLab in a headless Chromium
-	@echo "Browser tests"
-	@$(PYTEST) tests/browser $(TEST_ARGS)
+	@echo "Browser tests, two at a time"
+	@$(PYTEST) -n 2 --dist loadfile tests/browser $(TEST_ARGS)
 
 picture: test-browser ## the browser tests, then the README's picture of a lab from them
 	@cp artifacts/browser/*_lab.png docs/images/
@@ -151,6 +153,9 @@ quantlibs: ## the libraries that chapter 02 compares with (GPTQModel, AutoGPTQ, 
 
 record-peers: setup ## the runs of those libraries that chapter 02 shows as recorded: about an hour
 	@$(PY) -m tools.record_peers
+
+record-ladder: setup ## what chapter 06 shows as recorded: the ladder on the default model, ten minutes
+	@$(PY) -m tools.record_ladder
 
 record-kv: setup ## what chapter 03 shows as recorded: caches measured, KV heads merged: half an hour
 	@$(PY) -m tools.record_kv_cache && $(PY) -m tools.record_kv_merge

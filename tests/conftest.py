@@ -1,8 +1,9 @@
-"""Fixtures for every test: a seed, a ledger of the test's own, and the default model, loaded once."""
+"""Fixtures for every test: a seed, a ledger and a device lock of the test's own, and the default model, loaded once."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,18 @@ def _own_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "ledger.jsonl"
     monkeypatch.setenv("LABKIT_LEDGER", str(path))
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_device_lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A device lock of this process's own: tests wait neither for one another nor for whoever measures on the machine.
+
+    What a test asserts of a time holds on a busy device too. Kernels and commands, processes of their own, share the
+    machine's lock as ever.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("device")))
+        yield
 
 
 @pytest.fixture(scope="session")

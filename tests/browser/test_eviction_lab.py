@@ -11,7 +11,7 @@ from labkit.labs import eviction_lab
 set_threads()"""
 # Keys and values of a token: 30 layers with 3 KV heads of 64 channels in float32.
 TOKEN = 2 * 30 * 3 * 64 * 4
-DRAWN_MS = 10_000
+DRAWN_MS = 30_000
 
 
 @pytest.fixture(scope="module")

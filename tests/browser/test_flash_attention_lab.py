@@ -14,7 +14,7 @@ SETUP = """\
 from labkit.hardware import set_threads
 from labkit.labs import flash_attention_lab
 set_threads()"""
-DRAWN_MS = 10_000
+DRAWN_MS = 30_000
 
 
 @pytest.fixture(scope="module")

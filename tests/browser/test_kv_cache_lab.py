@@ -10,7 +10,7 @@ SETUP = """\
 from labkit.hardware import set_threads
 from labkit.labs import kv_cache_lab
 set_threads()"""
-DRAWN_MS = 10_000
+DRAWN_MS = 30_000
 LAYERS, HEAD_DIM = 30, 64
 
 

@@ -5,7 +5,7 @@ import pytest
 from tests.browser.jupyterlab import ROOT
 
 NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
-RUN_ALL_S = 300
+RUN_ALL_S = 600
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ DEFAULT = {"block_size": 16, "max_new": 8192, "shared_prefix": 0}
 FIXED = {"max_length": 8192, "slots": SLOTS, "tokens_per_second": 20.0}
 SETUP = "from labkit.labs import paging_lab"
 LAB = "paging_lab()"
-DRAWN_MS = 10_000
+DRAWN_MS = 30_000
 
 
 @pytest.fixture(scope="module")

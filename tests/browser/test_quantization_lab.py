@@ -12,7 +12,7 @@ from labkit.hardware import set_threads
 from labkit.labs import quantization_lab
 set_threads()"""
 LAB = "quantization_lab(text=load_text()[:2400])"
-DRAWN_MS = 10_000
+DRAWN_MS = 30_000
 
 
 @pytest.fixture(scope="module")

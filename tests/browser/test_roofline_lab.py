@@ -6,7 +6,7 @@ import pytest
 
 DEFAULT = {"batch": 1, "seq_len": 128, "dtype": "float32", "model": "smollm2-135m"}
 OPS, PHASES = 18, 2
-DRAWN_S = 10
+DRAWN_S = 30
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ SETUP = """\
 from labkit.hardware import set_threads
 from labkit.labs import speculative_lab
 set_threads()"""
-DRAWN_MS = 10_000
+DRAWN_MS = 30_000
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ FIXED = {"length": 32, "head_dim": 16}
 SETUP = "from labkit.labs import tile_walk_lab"
 # The button once more, outside the lab: as in a page that shows a lab twice.
 LAB = "lab = tile_walk_lab()\ndisplay(lab.spec.knobs['step'].play)\nlab"
-DRAWN_MS = 10_000
+DRAWN_MS = 30_000
 PLAYED_MS = 30_000
 
 

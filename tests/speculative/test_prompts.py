@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from labkit.engine.decode import Decoder
 from labkit.models import load_model
@@ -71,20 +72,31 @@ def test_repeated_share_counts_what_ends_a_known_ngram() -> None:
         repeated_share([1, 2], 2)
 
 
+@torch.inference_mode()
+def answers(model: LoadedModel, kind: str, new: int) -> list[tuple[list[int], int]]:
+    """The greedy answer to each prompt of a kind, prompt and answer in one, with the prompt's length.
+
+    All prompts at once, since a step reads the weights for one row or for twelve.
+    """
+    decoder, stop = Decoder(model), model.tokenizer.eos_token_id
+    rows = [prompt_ids(model.tokenizer, prompt)[0] for prompt in load_prompts(kind)]
+    decoder.reserve(len(rows), max(map(len, rows)) + new)
+    decoder.forward(pad_sequence(rows, batch_first=True), logits_to_keep=1)
+    decoder.crop([len(row) - 1 for row in rows])
+    made = [torch.stack([row[-1:] for row in rows])]
+    for _ in range(new):
+        made.append(decoder.forward(made[-1])[:, -1].argmax(-1, keepdim=True))
+    found = []
+    for row, tokens in zip(rows, torch.cat(made[1:], 1).tolist(), strict=True):
+        end = tokens.index(stop) + 1 if stop in tokens else new
+        found.append((row.tolist() + tokens[:end], len(row)))
+    return found
+
+
 @pytest.mark.slow
 def test_the_default_model_copies_where_the_kind_says_so_and_repeats_nothing_where_it_says_that() -> None:
     model = load_model(dtype="bfloat16", device="cpu")
-    decoder, tokenizer = Decoder(model), model.tokenizer
-
-    def shares(kind: str, new: int, of_prompt: bool) -> list[float]:
-        found = []
-        for prompt in load_prompts(kind):
-            ids = prompt_ids(tokenizer, prompt)
-            made = decoder.generate(ids, max_new_tokens=new, eos_token_id=tokenizer.eos_token_id).sequences[0].tolist()
-            found.append(repeated_share(made, ids.shape[1], of_prompt=of_prompt))
-        return found
-
-    copied = shares("copy_heavy", 96, True)
-    assert min(copied) >= 0.5, copied
-    repeated = shares("no_repeats", 64, False)
-    assert max(repeated) <= 0.1, repeated
+    copied = [repeated_share(made, asked, of_prompt=True) for made, asked in answers(model, "copy_heavy", 96)]
+    assert len(copied) == 12 and min(copied) >= 0.5, copied
+    repeated = [repeated_share(made, asked) for made, asked in answers(model, "no_repeats", 64)]
+    assert len(repeated) == 10 and max(repeated) <= 0.1, repeated

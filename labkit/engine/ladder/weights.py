@@ -73,11 +73,10 @@ class StackModels:
             grid = RTNConfig(bits=_HEAD_BITS, group_size=_fitting_group(head.in_features))
             model.lm_head = QuantLinear(round_to_nearest(head.weight, grid), head.bias, dtype=dtype)
             return model
+        model = shared_copy(self.loaded)
         if bits is not None:
+            # From the weights as they were loaded: what is rounded to 16 bits first is rounded twice.
             config = self.config(bits)
             calibration = None if isinstance(config, RTNConfig) else self._calibration
-            model = shared_copy(self.model(dtype))
             quantize_(model, config, calibration, progress=False)
-            return model
-        model = shared_copy(self.loaded)
         return model if model.dtype is dtype else model.to(dtype)

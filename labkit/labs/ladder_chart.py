@@ -1,0 +1,87 @@
+"""The measured ladder beside the popular one: speed, and memory that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from labkit import _check
+from labkit.engine.ladder import POPULAR, Ladder, LadderStep, PopularRung
+from labkit.labs._figures import COLOURS, INK, TEMPLATE
+from labkit.labs.charts import Chart
+
+# The colour of each rung; "" is the baseline.
+RUNG_COLOURS = {
+    "": "baseline",
+    "step": "step",
+    "bfloat16": "bfloat16",
+    "int8": "int8",
+    "int4": "int4",
+    "int8_head": "int8",
+    "attention": "attention rung",
+    "quantized_kv": "quantized KV",
+    "speculation": "speculation",
+}
+_HEIGHT = 600
+
+
+def ladder_chart(ladder: Ladder, popular: Sequence[PopularRung] = POPULAR) -> Chart:
+    """Bars of times the baseline's tokens a second, a rung a line, with what the measured bandwidth would allow; beside
+    them peak memory as a share of the baseline's. Hollow marks are the `popular` ladder's, PUBLISHED by nobody in
+    particular. Text: the ladder's table."""
+    _check.require(isinstance(ladder, Ladder), "ladder", type(ladder).__name__, "a Ladder, as measure_ladder returns")
+    steps = list(ladder.measured())
+    titles = [_title(step) for step in steps]
+    figure = make_subplots(cols=2, shared_yaxes=True, column_widths=[0.66, 0.34], horizontal_spacing=0.04)
+    colours = [COLOURS[RUNG_COLOURS[step.rungs[-1] if step.rungs else ""]] for step in steps]
+    speeds = [ladder.speedup(step) for step in steps]
+    # The head is INT8 as the matrices are: told apart by its hatching.
+    hatched = ["/" if step.rungs[-1:] == ("int8_head",) else "" for step in steps]
+    marker = {"color": colours, "pattern": {"shape": hatched, "fgcolor": INK}}
+    bars = {"orientation": "h", "y": titles, "marker": marker, "cliponaxis": False}
+    figure.add_bar(
+        x=speeds, text=[f"{s:.2f}x" for s in speeds], textposition="outside", name="measured", col=1, row=1, **bars
+    )
+    shares = [100 * step.peak_bytes / ladder.baseline.peak_bytes for step in steps]
+    options = {"text": [f"{s:.0f}%" for s in shares], "textposition": "outside", "showlegend": False}
+    figure.add_bar(x=shares, col=2, row=1, **options, **bars)
+    _ceilings(figure, ladder, steps, titles)
+    _popular(figure, popular, {step.rungs[-1] if step.rungs else "": _title(step) for step in steps})
+    figure.update_layout(template=TEMPLATE, title=_heading(ladder), height=_HEIGHT, bargap=0.35, margin_b=150)
+    figure.update_yaxes(autorange="reversed", automargin=True, showgrid=False)
+    most = max([*speeds, *(rung.speed for rung in popular)])
+    figure.update_xaxes(title="times the baseline's tokens a second", range=[0, 1.15 * most], col=1, row=1)
+    figure.update_xaxes(title="peak memory, % of it", range=[0, 135], col=2, row=1)
+    return Chart(figure, "\n".join([_heading(ladder), repr(ladder)]))
+
+
+def _title(step: LadderStep) -> str:
+    return f"+ {step.title}" if step.rungs else step.title.replace(", ", ",<br>", 1)
+
+
+def _heading(ladder: Ladder) -> str:
+    return f"The ladder on {ladder.model}, each rung on top of those before ({ladder.label})"
+
+
+def _ceilings(figure: go.Figure, ladder: Ladder, steps: Sequence[LadderStep], titles: Sequence[str]) -> None:
+    """A line where the bytes of a step, at the measured bandwidth, end."""
+    known = [(step, title) for step, title in zip(steps, titles, strict=True) if step.ceiling is not None]
+    marks = {"symbol": "line-ns", "size": 22, "line": {"width": 3, "color": INK}}
+    x = [step.ceiling / ladder.baseline.tokens_per_second for step, _ in known]
+    name = "what the measured bandwidth allows (beyond the axis where not seen)"
+    figure.add_scatter(x=x, y=[title for _, title in known], mode="markers", marker=marks, name=name, col=1, row=1)
+
+
+def _popular(figure: go.Figure, popular: Sequence[PopularRung], titles: dict[str, str]) -> None:
+    """Hollow marks on the line of the rung that is meant, where the ladder has it."""
+    shown = [rung for rung in popular if rung.rung and rung.rung in titles]
+    marks = {"symbol": "diamond-open", "size": 13, "line": {"width": 3, "color": COLOURS["folk claim"]}}
+    marks["color"] = COLOURS["folk claim"]
+    places = [titles[rung.rung] for rung in shown]
+    common = {"mode": "markers", "marker": marks, "name": "the popular ladder"}
+    figure.add_scatter(x=[rung.speed for rung in shown], y=places, col=1, row=1, **common)
+    held = [(100 * rung.memory, place) for rung, place in zip(shown, places, strict=True) if rung.memory is not None]
+    x, y = zip(*held, strict=True) if held else ((), ())
+    figure.add_scatter(x=x, y=y, showlegend=False, col=2, row=1, **common)
