@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from labkit import _check
+from labkit._claim_ledger import keep_figures
 from labkit._paths import DATA
 from labkit._table import Table, readable
 from labkit.measure import Label, Measurement
@@ -186,21 +187,26 @@ class ClaimsTable:
         return Table(_COLUMNS, tuple(row.cells() for row in self.rows)).html()
 
 
+def row_of(claim: Claim, measured: Figures | None) -> ClaimRow:
+    """A claim with its figures and their verdict. Errors: as `verdict`."""
+    return ClaimRow(claim, _by_condition(claim, measured), verdict(claim, measured))
+
+
 def claims_table(chapter: int | str, measured: Mapping[str, Figures]) -> ClaimsTable:
     """Every claim of a chapter beside the literature, what was measured (by claim id) and the verdict.
 
     Errors: ValueError for an id that is not a claim of the chapter, a unit that is not the claim's, a figure that is no
-    number. A claim without figures stays in the table as "not measured here".
+    number. A claim without figures stays in the table as "not measured here". The figures go to the ledger, if it can
+    be written, for the table of the whole course (`labkit.course_claims`).
     """
     claims = load_claims(chapter)
     _check.require(isinstance(measured, Mapping), "measured", measured, "figures by claim id")
     for claim_id in measured:
         _check.choice("measured", claim_id, [c.id for c in claims])
-    rows = []
-    for claim in claims:
-        figures = measured.get(claim.id)
-        rows.append(ClaimRow(claim, _by_condition(claim, figures), verdict(claim, figures)))
-    return ClaimsTable(tuple(rows))
+    rows = tuple(row_of(claim, measured.get(claim.id)) for claim in claims)
+    for row in rows:
+        keep_figures(row.claim.id, row.claim.unit, row.figures)
+    return ClaimsTable(rows)
 
 
 @dataclass(frozen=True)

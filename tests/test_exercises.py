@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from labkit import exercises
-from labkit.exercises import _ch01_speed, _ch05_fixed, _session, check, hint, status
+from labkit import _check, exercises
+from labkit.engine.ladder import refusals
+from labkit.engine.sampling import probabilities
+from labkit.engine.serving import RequestTimes, ServingMetrics
+from labkit.exercises import _ch01_speed, _ch05_fixed, _ch06_load, _session, check, hint, status
 from labkit.exercises._exercise import Exercise, Failed, without_labkit
 from labkit.exercises._limit import within
 from labkit.exercises._watch import watched, without_fused_attention
@@ -23,6 +28,7 @@ from labkit.exercises.ch02 import EXERCISES as CH02
 from labkit.exercises.ch03 import EXERCISES as CH03
 from labkit.exercises.ch04 import EXERCISES as CH04
 from labkit.exercises.ch05 import EXERCISES as CH05
+from labkit.exercises.ch06 import EXERCISES as CH06
 from labkit.kernels.bits import words_per_row
 from labkit.measure import Label, Measurement
 from labkit.models import LoadedModel, model_config, tiny_model
@@ -45,6 +51,7 @@ CHAPTERS = {
     3: (CH03, _solutions_of("ch03")),
     4: (CH04, _solutions_of("ch04")),
     5: (CH05, _solutions_of("ch05")),
+    6: (CH06, _solutions_of("ch06")),
 }
 NAMES = [exercise.name for registered, _ in CHAPTERS.values() for exercise in registered]
 ANSWERS, STUBS, SOLUTIONS, WRONGS = (
@@ -115,6 +122,48 @@ def test_a_wrong_answer_fails_and_the_message_names_the_property(name, _, source
     result = check(name, _answer(name, source))
     assert result.passed is False
     assert says in result.message
+
+
+_RUNGS = ("step", "bfloat16", "int8", "int4", "int8_head", "attention", "quantized_kv", "speculation")
+_DTYPE = {32: torch.float32, 16: torch.bfloat16, 8: torch.float8_e4m3fn}
+
+
+@given(
+    st.lists(st.sampled_from(_RUNGS), unique=True),
+    st.sampled_from(["cpu", "cuda"]),
+    st.sampled_from(list(_DTYPE)),
+    st.booleans(),
+)
+def test_which_rungs_go_together_is_what_the_ladder_says(rungs, device, bits, has_draft):
+    answer = _answer("goes_together", SOLUTIONS["goes_together"])
+    with pytest.MonkeyPatch.context() as patch:  # the rules of a GPU, on a machine without one
+        patch.setattr(_check, "device", lambda name, value: torch.device(value))
+        refused = refusals(rungs, device=device, dtype=_DTYPE[bits], has_proposer=has_draft)
+    assert answer(rungs, device == "cuda", bits, has_draft) == [rung for rung in rungs if rung not in refused]
+
+
+@given(st.integers(1, 40), st.integers(0, 1000), st.floats(0.01, 0.99))
+def test_the_top_p_that_is_asked_for_is_the_engines(vocab, seed, top_p):
+    probs = (2 * torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed))).softmax(-1)
+    answer = _answer("top_p_filter", SOLUTIONS["top_p_filter"])(probs, top_p)
+    assert torch.allclose(answer, probabilities(probs.log(), 1.0, 0, top_p), rtol=1e-4, atol=1e-7)
+
+
+def test_the_load_that_is_read_is_what_the_client_reports():
+    for levels in (case[1] for case in _ch06_load._cases()):
+        rows, _ = _answer("read_load", SOLUTIONS["read_load"])(levels)
+        for concurrency, requests in levels.items():
+            seen = [
+                RequestTimes(r.sent, r.times, r.times[-1], len(r.times))
+                if r.times
+                else RequestTimes(r.sent, error="no")
+                for r in requests
+            ]
+            span = max(r.ended for r in seen) - min(r.sent for r in seen)
+            told = ServingMetrics.of(concurrency, seen, span)
+            found = told.mean_ttft_ms, told.mean_tpot_ms, told.request_throughput, told.output_throughput
+            ttft, tpot, *throughputs = rows[concurrency]
+            assert found == pytest.approx((1000 * ttft, 1000 * tpot, *throughputs))
 
 
 def test_an_operator_that_pytorch_lacks_is_no_untouched_stub():
@@ -394,6 +443,12 @@ def test_a_time_limit_changes_nothing_for_what_ends_and_holds_in_any_thread():
         ("prompt_lookup", "speculative/prompt_lookup"),
         ("fixed_speculation", "speculative/decode"),
         ("fixed_speculation", "engine/sampling"),
+        ("predict_rung", "engine/ladder/estimate"),
+        ("goes_together", "engine/ladder/rungs"),
+        ("choose_stack", "engine/advisor"),
+        ("top_p_filter", "engine/sampling"),
+        ("read_load", "engine/serving/metrics"),
+        ("fixed_ladder", "engine/ladder/result"),
     ],
 )
 def test_what_a_chapter_teaches_may_not_be_called_in_its_exercise(name, module):

@@ -21,7 +21,7 @@ RANKS = [
     {"engine.decode"},
     {"speculative"},
     {"engine"},
-    {"claims", "labs", "exercises"},
+    {"claims", "_claim_ledger", "course_claims", "labs", "exercises"},
     {"cli", "__main__", "speculative.train"},
 ]
 FRONT_ENDS = {"ipywidgets", "plotly", "anywidget", "kaleido", "matplotlib"}

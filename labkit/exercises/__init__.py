@@ -6,14 +6,14 @@ cell when a chapter is run with its solutions, so that stub and solution define 
 """
 
 from labkit import _check
-from labkit.exercises import ch01, ch02, ch03, ch04, ch05
+from labkit.exercises import ch01, ch02, ch03, ch04, ch05, ch06
 from labkit.exercises._exercise import Exercise, Failed, NotAttempted
 from labkit.exercises._session import NOT_ATTEMPTED, CheckResult, Hints, Session, Status
 
 __all__ = ["EXERCISES", "CheckResult", "check", "hint", "status"]
 
 EXERCISES: dict[str, Exercise] = {
-    exercise.name: exercise for chapter in (ch01, ch02, ch03, ch04, ch05) for exercise in chapter.EXERCISES
+    exercise.name: exercise for chapter in (ch01, ch02, ch03, ch04, ch05, ch06) for exercise in chapter.EXERCISES
 }
 _this_session = Session()
 
