@@ -16,7 +16,7 @@ PACKAGE = ROOT / "labkit"
 RANKS = [
     {"_paths", "_check", "_compat", "_lock", "_progress", "_table"},
     {"hardware", "devices", "ceilings", "_threads", "measure", "ledger", "kernels"},
-    {"roofline", "sizing", "step_costs", "quality", "models", "model_files", "corpora", "training"},
+    {"roofline", "sizing", "step_costs", "quality", "models", "model_files", "corpora", "training", "training_file"},
     {"quantization", "attention", "kv_cache", "compression"},
     {"engine.decode"},
     {"speculative"},

@@ -25,6 +25,8 @@ ALSO = {
     "transformers as it comes, float32": ("attention",),
     "transformers as it comes, bfloat16": ("bfloat16", "attention"),
     "all rungs that pay": PAYING,
+    "float32 step": ("step", "attention"),
+    "float32 step, drafts": ("step", "attention", "speculation"),
     "all that pay, without drafts": tuple(rung for rung in PAYING if rung != "speculation"),
 }
 

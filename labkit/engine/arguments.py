@@ -32,10 +32,13 @@ def check_cuda_graph(cuda_graph: object, cache: object, device: torch.device) ->
     return on_gpu and static and cuda_graph is not False
 
 
-def check_streamer(streamer: object) -> None:
-    """Refuse what is not fed as `transformers` feeds a streamer."""
-    feeds = streamer is None or (hasattr(streamer, "put") and hasattr(streamer, "end"))
+def check_streamer(streamer: object, rows: int | None = None) -> None:
+    """Refuse what is not fed as `transformers` feeds a streamer; and, given the number of rows, more than one."""
+    if streamer is None:
+        return
+    feeds = hasattr(streamer, "put") and hasattr(streamer, "end")
     _check.require(feeds, "streamer", type(streamer).__name__, "a streamer of transformers, or None")
+    _check.require(rows in (None, 1), "streamer", f"{type(streamer).__name__} for {rows} rows", "one for one row")
 
 
 def check_lengths(name: str, given: Lengths, held: list[int]) -> list[int]:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from labkit import _check
 from labkit.kernels.types import PackedWeight
 from labkit.quantization._qat_layers import FakeQuantLinear
 from labkit.training import TrainingState
+from labkit.training_file import put_back, read_training, with_moments, write_training
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_KIND = "qat"
 _TRAINED = ("latent", "relative")
 
 
@@ -45,12 +42,7 @@ class Saved:
         for name, parameter in _trained(fake_quant):
             if id(parameter) not in known:
                 continue
-            with torch.no_grad():
-                parameter.copy_(self.tensors[name])
-            moments = {moment: self.tensors[f"{name}/{moment}"].to(parameter.device) for moment in _MOMENTS}
-            # Fused Adam counts steps where the parameter lies.
-            step = torch.tensor(float(len(self.record["losses"])), device=parameter.device)
-            optimizer.state[parameter] = {"step": step, **moments}
+            put_back(name, parameter, optimizer, self.tensors, len(self.record["losses"]))
 
 
 def _trained(fake_quant: Mapping[str, FakeQuantLinear]) -> list[tuple[str, nn.Parameter]]:
@@ -82,15 +74,9 @@ def save(
         tensors |= {f"{name}/start/{field}": tensor for field, tensor in start.tensors.items()}
     for name, parameter in _trained(fake_quant):
         if parameter in optimizer.state:
-            tensors[name] = parameter.detach()
-            tensors |= {f"{name}/{moment}": optimizer.state[parameter][moment] for moment in _MOMENTS}
+            tensors |= with_moments(name, parameter, optimizer)
     record = {"identity": identity, "formats": formats, "losses": state.losses, "seconds": state.seconds}
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        save_file(tensors, partial, metadata={"qat": json.dumps(record)})
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_training(path, _KIND, tensors, record)
 
 
 def load(path: Path | None, identity: Mapping[str, object]) -> Saved | None:
@@ -105,15 +91,4 @@ def load(path: Path | None, identity: Mapping[str, object]) -> Saved | None:
     if not path.exists():
         return None
     takes = "a file that does not exist yet, or one that this training wrote"
-    try:
-        with safe_open(path, "pt") as file:
-            record = json.loads((file.metadata() or {}).get("qat", "null"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()} if record else {}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"state_path: got {str(path)!r}, which cannot be read ({error}); takes {takes}") from error
-    _check.require(record is not None, "state_path", f"{path}, which holds no training", takes)
-    found = record["identity"]
-    differs = [name for name in identity if found.get(name) != identity[name]]
-    got = ", ".join(f"{name}={found.get(name)!r} and not {identity[name]!r}" for name in differs)
-    _check.require(not differs, "state_path", f"{path}, of a training with {got}", takes)
-    return Saved(tensors, record)
+    return Saved(*read_training(path, _KIND, identity, argument="state_path", takes=takes))

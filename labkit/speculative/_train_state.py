@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from labkit import _check
 from labkit.speculative.eagle_model import EagleModel
 from labkit.training import TrainingState
+from labkit.training_file import put_back, read_training, with_moments, write_training
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_KIND = "head_training"
 
 
 @dataclass(frozen=True)
@@ -45,19 +42,14 @@ def save(
     """Write the whole training, in one move."""
     tensors = {"draft_ids": model.draft_ids}
     for name, parameter in model.named_parameters():
-        tensors[name] = parameter.detach()
-        if parameter in optimizer.state:
-            tensors |= {f"{name}/{moment}": optimizer.state[parameter][moment] for moment in _MOMENTS}
+        tensors |= with_moments(name, parameter, optimizer)
     record = {
         "identity": dict(identity),
         "losses": training.state.losses,
         "seconds": training.state.seconds,
         "checked": [(look.step, look.matches) for look in training.checked],
     }
-    part = path.with_name(path.name + ".part")
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, part, metadata={"head_training": json.dumps(record)})
-    part.replace(path)
+    write_training(path, _KIND, tensors, record)
 
 
 def resume(
@@ -70,22 +62,8 @@ def resume(
     if not path.exists():
         return HeadTraining()
     takes = "a folder without a training, or one with this training"
-    try:
-        with safe_open(path, "pt") as file:
-            record = json.loads((file.metadata() or {})["head_training"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(f"out: got {str(path)!r}, which cannot be read ({error}); takes {takes}") from error
-    found = record["identity"]
-    differs = [name for name in identity if found.get(name) != identity[name]]
-    got = ", ".join(f"{name}={found.get(name)!r} and not {identity[name]!r}" for name in differs)
-    _check.require(not differs, "out", f"{path}, of a training with {got}", takes)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[name])
-            moments = {moment: tensors[f"{name}/{moment}"].to(parameter.device) for moment in _MOMENTS}
-            # Fused Adam counts steps where the parameter lies, and for each parameter in a tensor of its own.
-            step = torch.tensor(float(len(record["losses"])), device=parameter.device)
-            optimizer.state[parameter] = {"step": step, **moments}
+    tensors, record = read_training(path, _KIND, identity, argument="out", takes=takes)
+    for name, parameter in model.named_parameters():
+        put_back(name, parameter, optimizer, tensors, len(record["losses"]))
     checked = [Checked(step, tuple(matches)) for step, matches in record["checked"]]
     return HeadTraining(TrainingState(list(record["losses"]), record["seconds"]), checked)

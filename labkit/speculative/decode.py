@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from labkit import _check
-from labkit.engine.arguments import check_tokens
+from labkit.engine.arguments import check_streamer, check_tokens
 from labkit.engine.decode import Decoder
 from labkit.engine.sampling import seeded_generator, stop_ids
 from labkit.kv_cache.interface import DecoderCache
@@ -56,8 +56,7 @@ def generate(
     decoder = _decoder(target, cache)
     input_ids = check_tokens("input_ids", input_ids, decoder.model.config.vocab_size, decoder.device)
     batch, prompt = input_ids.shape
-    feeds = streamer is None or (batch == 1 and hasattr(streamer, "put") and hasattr(streamer, "end"))
-    _check.require(feeds, "streamer", f"{type(streamer).__name__} for {batch} rows", "one of transformers, for one row")
+    check_streamer(streamer, batch)
     room = decoder.model.config.max_position_embeddings - prompt
     _check.integer("max_new_tokens", max_new_tokens, 1, max(1, room))
     stop = stop_ids(eos_token_id, decoder.model.config.vocab_size, decoder.device)
