@@ -12,7 +12,9 @@ _MODULE_OF = {
     "paging_lab": "labkit.labs.paging",
     "quantization_lab": "labkit.labs.quantization",
     "roofline_lab": "labkit.labs.roofline",
+    "sampling_lab": "labkit.labs.sampling",
     "speculative_lab": "labkit.labs.speculative",
+    "stack_lab": "labkit.labs.stack",
     "tile_walk_lab": "labkit.labs.tile_walk",
 }
 
