@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from plotly.basedatatypes import BaseTraceType
 from plotly.subplots import make_subplots
 
-from labkit.labs._figures import BLUE, COLOURS, INK, MUTED, TEMPLATE
+from labkit.labs._figures import BLUE, COLOURS, INK, MUTED, SILVER, TEMPLATE
 from labkit.labs._sampling_forms import drafting, setting
 from labkit.labs._sampling_result import FILTERS, HOTTEST, Likely, SamplingResult
 from labkit.labs._sampling_steps import SHOWN
@@ -19,7 +19,7 @@ from labkit.labs._speculative_tokens import visible
 
 Traces = Mapping[str, BaseTraceType]
 _HOVER = "%{hovertext}<extra></extra>"
-_OWN = "#c4c4c4"
+_OWN = SILVER
 _LONGEST = 16
 # The axis of acceptance reaches at least so high.
 _LOWEST_TOP = 0.6

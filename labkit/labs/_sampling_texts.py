@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 
+from labkit.labs._figures import ORANGE
 from labkit.labs._sampling_result import TEXTS, SampledText, SamplingResult
 from labkit.labs._speculative_tokens import VISIBLE
 
@@ -16,8 +17,8 @@ STYLE = """<style>
   min-height: 10.5em; max-height: 20em; overflow-y: auto; font-size: 14px; line-height: 1.75; overflow-wrap: anywhere; }
 .labkit-text b { display: block; font-size: 13px; }
 .labkit-blank { opacity: 0.4; }
-.labkit-unlikely { background: rgb(230 159 0 / 25%); border-bottom: 3px solid #E69F00; }
-</style>"""
+.labkit-unlikely { background: color-mix(in srgb, ORANGE 25%, transparent); border-bottom: 3px solid ORANGE; }
+</style>""".replace("ORANGE", ORANGE)
 
 
 def texts_html(result: SamplingResult) -> str:

@@ -15,8 +15,10 @@ from labkit.labs import (
     _paging_figure,
     _quantization_figure,
     _roofline_figure,
+    _sampling_figure,
     _speculative_figure,
     _speculative_trace,
+    _stack_figure,
     _tile_walk_figure,
 )
 from labkit.labs._figures import COLOURS, line_looks, technique
@@ -75,7 +77,9 @@ def colours_of(figure):
         _paging_figure,
         _quantization_figure,
         _roofline_figure,
+        _sampling_figure,
         _speculative_figure,
+        _stack_figure,
         _tile_walk_figure,
     ],
 )
