@@ -33,9 +33,16 @@ def integer(name: str, value: object, low: int | None = None, high: int | None =
     return int(value)
 
 
+def _finite(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float holds
+        return False
+
+
 def number(name: str, value: object, low: float | None = None, high: float | None = None) -> float:
     """`value` as a float within [low, high]; booleans, NaN and infinities are refused."""
-    ok = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    ok = isinstance(value, Real) and not isinstance(value, bool) and _finite(value)
     ok = ok and (low is None or value >= low) and (high is None or value <= high)
     require(ok, name, value, f"a number{_range(low, high)}{', and finite' if high is None else ''}")
     return float(value)

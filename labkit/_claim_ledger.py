@@ -33,14 +33,17 @@ def _line(claim_id: str, unit: str, condition: str, figure: Measurement | float,
     return Measurement(name, float(figure), unit, label=Label.MODELLED, params=params, time=time.time())
 
 
-def figures_in(ledger: Ledger) -> dict[str, dict[str, Measurement]]:
-    """By claim and condition: the newest figures of each claim, those of its last showing and no older ones."""
+def figures_in(ledger: Ledger, units: Mapping[str, str]) -> dict[str, dict[str, Measurement]]:
+    """By claim and condition: the newest figures of each claim, those of its last showing and no older ones. Lines in
+    another unit than the claim's, by `units`, count for none."""
     newest: dict[str, dict[str, Measurement]] = {}
     wanted: dict[str, list[str]] = {}
     for line in ledger.read():
         claim_id, condition, conditions = (line.params.get(key) for key in (_CLAIM, _CONDITION, _CONDITIONS))
         # A ledger is a file that anyone may write to.
         if not (isinstance(claim_id, str) and isinstance(condition, str) and isinstance(conditions, list)):
+            continue
+        if not all(isinstance(name, str) for name in conditions) or units.get(claim_id) != line.unit:
             continue
         wanted[claim_id] = conditions
         newest.setdefault(claim_id, {})[condition] = line

@@ -5,16 +5,19 @@ from __future__ import annotations
 import html
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import groupby
+
+import psutil
+import torch
 
 from labkit import _check
 from labkit._claim_ledger import figures_in
 from labkit._table import readable
 from labkit.claims import NOT_MEASURED, ClaimRow, ClaimsTable, load_claims, row_of
-from labkit.measure import Label, Ledger, Measurement
+from labkit.measure import Label, Ledger, Measurement, device_name
 
 # Columns of the short form: the claim, its figures, the verdict; 110 with the gaps between them.
 _WIDTHS = (54, 35, 17)
@@ -107,10 +110,11 @@ class CourseClaims:
         text = f"{len(self.rows)} claims: {said}."
         if todo := self.open_chapters():
             text += f" The ledger has no figures yet of chapter {', '.join(f'{n:02d}' for n in todo)}."
-        measured = [f for row in self.rows for f in row.figures.values() if f.label is Label.MEASURED]
+        labels = (Label.MEASURED, Label.RECORDED)
+        measured = [f for row in self.rows for f in row.figures.values() if f.label in labels and f.time]
         if measured:
             machines = sorted({figure.device or "a device not named" for figure in measured})
-            text += f" {Label.MEASURED} on {', '.join(machines)}, {_days(measured)}."
+            text += f" Measured on {', '.join(machines)}, {_days(measured)}."
         return text
 
 
@@ -132,9 +136,19 @@ def course_claims(ledger: Ledger | None = None) -> CourseClaims:
     """
     ledger = Ledger() if ledger is None else ledger
     _check.require(isinstance(ledger, Ledger), "ledger", ledger, "a Ledger, or None")
-    found = figures_in(ledger)
-    rows = []
-    for claim in load_claims():
-        figures = {c: f for c, f in found.get(claim.id, {}).items() if f.unit == claim.unit}
-        rows.append(row_of(claim, figures))
-    return CourseClaims(tuple(rows))
+    claims = load_claims()
+    found = figures_in(ledger, {claim.id: claim.unit for claim in claims})
+    return CourseClaims(tuple(row_of(claim, _as_of_now(found.get(claim.id, {}))) for claim in claims))
+
+
+def _as_of_now(figures: Mapping[str, Measurement]) -> dict[str, Measurement]:
+    """MEASURED is what ran just now, here: a line of an earlier process, or of another device, is a record of it."""
+    begun, here = psutil.Process().create_time(), {device_name("cpu")}
+    if torch.cuda.is_available():
+        here.add(device_name("cuda"))
+    return {
+        condition: replace(figure, label=Label.RECORDED)
+        if figure.label is Label.MEASURED and not (figure.time >= begun and figure.device in here)
+        else figure
+        for condition, figure in figures.items()
+    }

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator
 
 from labkit._paths import DATA
-from labkit.engine.ladder import recorded_ladders
+from labkit.engine.ladder import RUNGS, recorded_ladders
+from labkit.engine.ladder.rungs import effective
 from labkit.kv_cache.recorded import recorded_kv
 from labkit.quantization.recorded import recorded_run
 from labkit.speculative.recorded import recorded_head
@@ -44,11 +45,13 @@ def _head() -> Iterator[Row]:
 def _ladders() -> Iterator[Row]:
     for name, ladder in recorded_ladders().items():
         where = (ladder.where["machine"], f"{ladder.where['date']}, `make record-ladder`")
-        base, best = ladder.also[0], ladder.of("all rungs that pay")
-        memory = best.weight_bytes / base.weight_bytes
+        base, best = ladder.of("transformers as it comes, float32"), ladder.fastest
         figures = f"{best.tokens_per_second:.0f} tokens/s, {ladder.speedup(best, base):.2f}x {base.title}; "
-        figures += f"{memory:.2f} of its weight bytes, perplexity {ladder.loss(best):+.1%}"
-        yield f"the ladder's best, {name}", figures, *where
+        figures += (
+            f"{best.weight_bytes / base.weight_bytes:.2f} of its weight bytes, perplexity {ladder.loss(best):+.1%}"
+        )
+        rungs = " + ".join(RUNGS[rung].title for rung in effective(best.rungs))
+        yield f"{name}, {ladder.prompt_tokens} prompt tokens: {rungs}", figures, *where
 
 
 def table() -> str:

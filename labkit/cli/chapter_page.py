@@ -102,7 +102,10 @@ def markdown_html(source: str) -> str:
     from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
     renderer = IPythonRenderer(escape=True, allow_harmful_protocols=False, exclude_anchor_links=True)
-    return MarkdownWithMath(renderer=renderer).render(source)
+    try:
+        return MarkdownWithMath(renderer=renderer).render(source)
+    except Exception:  # such as a picture that the notebook names and does not hold: its text is better than nothing
+        return f"<pre>{html.escape(source)}</pre>"
 
 
 def safe_html(source: str) -> str:

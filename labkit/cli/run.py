@@ -108,13 +108,15 @@ def run_notebook(path: Path, *, cell_timeout_s: float = 600.0, save_to: Path | N
         raise ValueError(f"run: {error.name} is not installed; takes `pip install -r requirements.txt`") from error
     try:
         notebook, reached = nbformat.read(path, as_version=4), [None]
-    except ValueError as error:  # the other chapters run all the same
+        kernel = notebook.metadata.get("kernelspec", {}).get("name", "python3")
+        _ = [(cell.cell_type, cell.source, cell.metadata) for cell in notebook.cells]
+    except (ValueError, AttributeError, KeyError, TypeError, OSError) as error:  # the others run all the same
         return ChapterRun(path.stem, False, 0.0, error=f"it is not a notebook: {error}", traceback=str(error))
     client = NotebookClient(
         notebook,
         on_cell_execute=lambda cell, cell_index: reached.append(cell_index),
         timeout=cell_timeout_s,
-        kernel_name=notebook.metadata.get("kernelspec", {}).get("name", "python3"),
+        kernel_name=kernel,
         resources={"metadata": {"path": str(path.parent)}},
     )
     started = time.perf_counter()

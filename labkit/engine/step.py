@@ -155,6 +155,14 @@ def _mlp_block(layer: LayerOps, x: torch.Tensor, mark: Mark) -> torch.Tensor:
     return x
 
 
+def _last(hidden: torch.Tensor, count: int) -> torch.Tensor:
+    """The last `count` rows, in strides of their own: with those of a longer tensor, even of one row, a 16-bit product
+    on a CPU copies its whole weight first."""
+    if count == hidden.shape[1]:
+        return hidden
+    return hidden[:, -count:].clone(memory_format=torch.contiguous_format)
+
+
 def run_step(
     ops: StepOps,
     tokens: torch.Tensor,
@@ -181,6 +189,6 @@ def run_step(
         mark("mlp_residual")
     hidden = ops.final_norm(x)
     mark("final_norm")
-    logits = ops.lm_head(hidden if logits_to_keep is None else hidden[:, -logits_to_keep:])
+    logits = ops.lm_head(hidden if logits_to_keep is None else _last(hidden, logits_to_keep))
     mark("lm_head")
     return logits, hidden

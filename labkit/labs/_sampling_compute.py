@@ -59,11 +59,13 @@ class SamplingCompute:
             return
         found = self._distribution(params, input_ids)
         yield found
-        if not cancelled():
-            yield Progress(f"{params.proposer} gets ready", 0.12)
-            proposer = self._make(params)
-        if not cancelled():
-            found = replace(found, threads=self._set_threads(params.weights, cancelled))
+        if cancelled():
+            return
+        yield Progress(f"{params.proposer} gets ready", 0.12)
+        proposer = self._make(params)
+        if cancelled():
+            return
+        found = replace(found, threads=self._set_threads(params.weights, cancelled))
         if cancelled():
             return
         eos = getattr(self._targets.loaded.tokenizer, "eos_token_id", None)

@@ -129,8 +129,7 @@ class StackCompute:
                     return
                 yield Progress("Memory at its highest", 0.6)
                 input_ids = self._stacks.texts.prompts[found.params.prompt]
-                # The cache is there for its whole length with the first token: two show all that there is.
-                self._peaks[key] = one.peak_bytes(input_ids, max_new_tokens=2)
+                self._peaks[key] = one.peak_bytes(input_ids, max_new_tokens=_TURN_TOKENS)
             found = replace(found, **{name: replace(getattr(found, name), peak_bytes=self._peaks[key])})
         yield found
 

@@ -82,7 +82,7 @@ def _add_legend(figure: go.Figure) -> None:
         "light end: all but the weights": square | {"color": SILVER},
         "left out": {"size": 9, "symbol": "x-thin", "line": {"width": 3, "color": INK}},
         "ceiling of the set's bytes (MODELLED)": marks["ceiling"] | {"size": 14},
-        "popular ladder (PUBLISHED, a folk claim)": marks["popular"],
+        "the popular ladder, a folk claim": marks["popular"],
     }
     for name, look in looks.items():
         figure.add_scatter(name=name, x=[None], y=[None], mode="markers", marker=look, row=1, col=2)

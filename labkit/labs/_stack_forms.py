@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _SPEED = "Speed, in turn with the baseline; MEASURED"
 _BESIDE = "Beside it"
-_BYTES = "Bytes; MEASURED"
+_BYTES = "Bytes: peak and weights MEASURED, the others MODELLED"
 _QUALITY = "Quality and drafts; MEASURED"
 _LEFT_OUT = "Asked for, and left out"
 _PROMPTS = {"chat": "a short chat prompt", "long": "a long prompt"}
@@ -67,7 +67,7 @@ def _beside_numbers(result: StackResult) -> list[Number]:
         shown.append(Number("ceiling", "ceiling", f"{ceiling:.3g} tokens/s", ceiling, _BESIDE, note))
     told = result.popular
     if told:
-        note = f"PUBLISHED as a folk claim of {told.title}; its baseline is named nowhere"
+        note = f"a folk claim of {told.title}; its baseline is named nowhere"
         shown.append(Number("popular", "popular ladder", times(told.speed), told.speed, _BESIDE, note))
     kept = result.recorded
     if kept:
@@ -142,19 +142,18 @@ def _row(m: Measurement) -> dict[str, object]:
 
 def measurements(result: StackResult) -> list[Measurement]:
     """The ledger's lines, with the rungs that were on and those left out."""
-    told, quality, ttft = result.popular, result.quality, result.ttft
-    modelled, published = {"label": Label.MODELLED}, {"label": Label.PUBLISHED}
+    quality, ttft = result.quality, result.ttft
+    modelled = {"label": Label.MODELLED}
     found = [
         ("speedup", result.speedup, "ratio", {}),
         ("ttft_s", ttft and ttft[0], "s", {}),
         ("baseline_ttft_s", ttft and ttft[1], "s", {}),
         ("weight_bytes", result.sizes.weight_bytes, "bytes", {}),
-        ("kv_bytes", result.sizes.kv_bytes, "bytes", {}),
-        ("step_bytes", result.sizes.step_bytes, "bytes", {}),
+        ("kv_bytes", result.sizes.kv_bytes, "bytes", modelled),
+        ("step_bytes", result.sizes.step_bytes, "bytes", modelled),
         ("peak_bytes", result.sizes.peak_bytes or None, "bytes", {}),
         ("baseline_peak_bytes", result.base_sizes.peak_bytes or None, "bytes", {}),
         ("ceiling", result.ceiling, "tokens/s", modelled),
-        ("popular_speedup", told and told.speed, "ratio", published),
         ("perplexity", quality and quality.perplexity, "", {}),
         ("baseline_perplexity", quality and quality.base, "", {}),
         ("acceptance_rate", result.acceptance, "fraction", {}),

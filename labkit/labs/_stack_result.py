@@ -9,7 +9,7 @@ from statistics import geometric_mean
 
 from labkit import _check
 from labkit.engine.ladder import POPULAR, RUNGS, PopularRung
-from labkit.engine.ladder.rungs import check_rungs
+from labkit.engine.ladder.rungs import check_rungs, effective
 from labkit.labs import _stack_forms as forms
 from labkit.labs._result import Number
 from labkit.measure import Measurement, Timing
@@ -132,7 +132,7 @@ class StackResult:
     @property
     def effective(self) -> tuple[str, ...]:
         """The rungs that change something: INT4 takes INT8's place."""
-        return tuple(rung for rung in self.on if not (rung == "int8" and "int4" in self.on))
+        return effective(self.on)
 
     @property
     def gamma(self) -> int:

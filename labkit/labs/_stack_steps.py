@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from labkit.engine.ladder import Stack, recorded_ladders
+from labkit.engine.ladder.rungs import effective
 from labkit.labs._stack_models import Stacks
 from labkit.labs._stack_result import Recorded, Run, Sizes, StackParams, StackResult
 from labkit.speculative.stats import SpeculativeStats
@@ -65,15 +66,10 @@ def recorded(model: str, device: torch.device, on: tuple[str, ...], gamma: int) 
     if not ladder or not on or ("speculation" in on and ladder.where.get("num_assistant_tokens") != gamma):
         return None
     for step in (*ladder.measured(), *ladder.also):
-        if _effective(step.rungs) == _effective(on):
+        if set(effective(step.rungs)) == set(effective(on)):
             said = [str(ladder.where[name]) for name in ("date", "machine", "weights") if name in ladder.where]
             return Recorded(ladder.speedup(step), ", ".join([*said, f"{ladder.prompt_tokens} prompt tokens"]))
     return None
-
-
-def _effective(on: Iterable[str]) -> frozenset[str]:
-    """INT4 takes INT8's place."""
-    return frozenset(on) - ({"int8"} if "int4" in on else set())
 
 
 def warm(stack: Stack, input_ids: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from labkit import _check
 from labkit.engine.ladder import POPULAR, Ladder, LadderStep, PopularRung
-from labkit.labs._figures import COLOURS, INK, TEMPLATE
+from labkit.labs._figures import COLOURS, INK, TEMPLATE, log_range
 from labkit.labs.charts import Chart
 
 # The colour of each rung; "" is the baseline.
@@ -25,12 +25,13 @@ RUNG_COLOURS = {
     "speculation": "speculation",
 }
 _HEIGHT = 600
+_TICKS = [0.5, 1, 2, 4, 8, 16, 32, 64, 128]
 
 
 def ladder_chart(ladder: Ladder, popular: Sequence[PopularRung] = POPULAR) -> Chart:
     """Bars of times the baseline's tokens a second, a rung a line, with what the measured bandwidth would allow; beside
-    them peak memory as a share of the baseline's. Hollow marks are the `popular` ladder's, PUBLISHED by nobody in
-    particular. Text: the ladder's table."""
+    them peak memory as a share of the baseline's. Hollow marks are the `popular` ladder's, a folk claim
+    without a source. Text: the ladder's table."""
     _check.require(isinstance(ladder, Ladder), "ladder", type(ladder).__name__, "a Ladder, as measure_ladder returns")
     steps = list(ladder.measured())
     titles = [_title(step) for step in steps]
@@ -51,8 +52,16 @@ def ladder_chart(ladder: Ladder, popular: Sequence[PopularRung] = POPULAR) -> Ch
     _popular(figure, popular, {step.rungs[-1] if step.rungs else "": _title(step) for step in steps})
     figure.update_layout(template=TEMPLATE, title=_heading(ladder), height=_HEIGHT, bargap=0.35, margin_b=150)
     figure.update_yaxes(autorange="reversed", automargin=True, showgrid=False)
-    most = max([*speeds, *(rung.speed for rung in popular)])
-    figure.update_xaxes(title="times the baseline's tokens a second", range=[0, 1.15 * most], col=1, row=1)
+    # Logarithmic: the ceilings rise far above what is reached, and equal gains are equal lengths.
+    ceilings = [step.ceiling / ladder.baseline.tokens_per_second for step in steps if step.ceiling is not None]
+    most = max([*speeds, *ceilings, *(rung.speed for rung in popular)])
+    axis = {
+        "type": "log",
+        "range": log_range(0.5, 1.4 * most),
+        "tickvals": _TICKS,
+        "ticktext": [f"{x:g}" for x in _TICKS],
+    }
+    figure.update_xaxes(title="times the baseline's tokens a second", col=1, row=1, **axis)
     figure.update_xaxes(title="peak memory, % of it", range=[0, 135], col=2, row=1)
     return Chart(figure, "\n".join([_heading(ladder), repr(ladder)]))
 
@@ -70,7 +79,7 @@ def _ceilings(figure: go.Figure, ladder: Ladder, steps: Sequence[LadderStep], ti
     known = [(step, title) for step, title in zip(steps, titles, strict=True) if step.ceiling is not None]
     marks = {"symbol": "line-ns", "size": 22, "line": {"width": 3, "color": INK}}
     x = [step.ceiling / ladder.baseline.tokens_per_second for step, _ in known]
-    name = "what the measured bandwidth allows (beyond the axis where not seen)"
+    name = "ceiling: what the measured bandwidth allows for the bytes of a step"
     figure.add_scatter(x=x, y=[title for _, title in known], mode="markers", marker=marks, name=name, col=1, row=1)
 
 

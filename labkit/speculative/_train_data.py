@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -85,6 +85,8 @@ def make_rounds(target: LoadedModel, folder: Path, tokens: int, *, seed: int, le
 
     Errors: ValueError for a folder with data of another target, seed or length.
     """
+    _check.integer("tokens", tokens, 1)
+    _check.integer("length", length, 2, target.model.config.max_position_embeddings // 2)
     folder.mkdir(parents=True, exist_ok=True)
     identity = {"target": target.name, "seed": seed, "length": length}
     decoder, template = Decoder(target), ChatTemplate(target.tokenizer)
@@ -132,11 +134,15 @@ def _write(path: Path, samples: list[Sample], identity: dict[str, object]) -> No
 
 
 def _answer_tokens(path: Path, identity: dict[str, object]) -> int:
-    with safe_open(path, "pt") as file:
-        found = json.loads((file.metadata() or {}).get("drafter_data", "{}"))
-        takes = f"an empty folder, or one with data of {identity}"
-        _check.require(found == identity, "data", f"{path.parent} with data of {found}", takes)
-        return int((file.get_tensor("lengths") - file.get_tensor("prompts")).sum())
+    takes = f"an empty folder, or one with data of {identity}"
+    try:
+        with safe_open(path, "pt") as file:
+            found = json.loads((file.metadata() or {}).get("drafter_data", "{}"))
+            held = int((file.get_tensor("lengths") - file.get_tensor("prompts")).sum())
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"data: got {path}, which cannot be read ({error}); takes {takes}") from error
+    _check.require(found == identity, "data", f"{path.parent} with data of {found}", takes)
+    return held
 
 
 def read_samples(folder: Path) -> list[Sample]:

@@ -23,8 +23,17 @@ _ROWS = 96
 # A user's turn is at most this long; what is longer is left out, not cut.
 _TURN_TOKENS = 48
 _LEAST_CHARACTERS = 12
-# A prompt that shares so many words in a row with a held-out one is left out.
-_SHARED_WORDS = 8
+# A prompt that shares so many words in a row with a held-out one is left out, or so large a part of its topic.
+_SHARED_WORDS, _SHARED_TOPIC = 8, 0.4
+_ANYWHERE = frozenset(
+    "the and for are was were did does how what why who when where which can could should would will you your its "
+    "this that these those with from about not then than they them our has have had give tell write explain list "
+    "suggest make short simple terms some three two four five six seven please help want need know best way get "
+    "say something into out over under between difference compare one first last few good new old there their his "
+    "her example examples sentence paragraph story poem email letter message function python ideas plan describe "
+    "without more most any all just also only too very much many each every another use using like used work "
+    "works come comes take takes keep keeps start people person time day year word mean means".split()
+)
 
 _TEXT_TASKS = (
     "Summarize the following text:",
@@ -112,12 +121,28 @@ def passage_prompts(template: ChatTemplate, count: int, rng: random.Random) -> I
 
 
 def not_held_out(prompts: Iterable[str]) -> list[str]:
-    """Those that share no run of words with a held-out prompt of `data/prompts.yaml`."""
-    kept_apart = set().union(*(_runs(text) for kind in KINDS for text in load_prompts(kind)))
-    return [prompt for prompt in prompts if not _runs(prompt) & kept_apart]
+    """Those that ask for nothing that a held-out prompt of `data/prompts.yaml` asks for: they share no run of words
+    with one, nor two fifths of what either is about, nor all of what the shorter is about."""
+    held_out = [text for kind in KINDS for text in load_prompts(kind)]
+    runs, topics = set().union(*map(_runs, held_out)), [_topic(text) for text in held_out]
+    return [p for p in prompts if not _runs(p) & runs and not any(_near(_topic(p), topic) for topic in topics)]
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple("".join(c if c.isalnum() else " " for c in text.casefold()).split())
 
 
 def _runs(text: str) -> set[tuple[str, ...]]:
     """Each run of so many words; a shorter text is one run itself."""
-    words = tuple("".join(c if c.isalnum() else " " for c in text.casefold()).split())
+    words = _words(text)
     return {words[i : i + _SHARED_WORDS] for i in range(max(1, len(words) - _SHARED_WORDS + 1))}
+
+
+def _topic(text: str) -> frozenset[str]:
+    """What a text is about: its words, in the singular, less those that any request may hold."""
+    return frozenset(word.removesuffix("s") for word in _words(text) if len(word) > 2 and word not in _ANYWHERE)
+
+
+def _near(one: frozenset[str], other: frozenset[str]) -> bool:
+    shared = len(one & other)
+    return bool(shared) and (shared >= _SHARED_TOPIC * len(one | other) or shared == min(len(one), len(other)))

@@ -41,8 +41,11 @@ def load_model_file(path: str | Path) -> EagleModel:
             _check.require(metadata.get("format") == _FORMAT, "path", str(path), takes)
             config = EagleConfig(**json.loads(metadata["config"]))
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        model = EagleModel(config, tensors["draft_ids"])
+        model.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in tensors.items()})
+        low, high = map(int, model.draft_ids.aminmax())
+    except (SafetensorError, KeyError, TypeError, RuntimeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"path: got {path}, which cannot be read ({error}); takes {takes}") from error
-    model = EagleModel(config, tensors["draft_ids"])
-    model.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in tensors.items()})
+    within = 0 <= low and high < config.vocab_size
+    _check.require(within, "path", f"{path}, which drafts the ids {low} to {high}", f"ids below {config.vocab_size}")
     return model.eval().requires_grad_(False)

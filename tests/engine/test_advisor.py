@@ -63,13 +63,20 @@ def test_a_late_first_token_asks_for_attention_not_for_bits():
     assert advice.rungs == ("step", "bfloat16", "attention")
 
 
-def test_quality_forbids_four_bits_and_code_forbids_them_sooner():
+def test_quality_forbids_four_bits_and_a_margin_forbids_them_sooner():
     assert "int4" in advise(Constraint(max_loss=0.1), ladder()).rungs
-    for constraint in (Constraint(max_loss=0.05), Constraint(max_loss=0.1, task="code")):
+    for constraint in (Constraint(max_loss=0.05), Constraint(max_loss=0.1, loss_factor=2.0)):
         advice = advise(constraint, ladder())
         assert "int4" not in advice.rungs and "int8" in advice.rungs
         assert "loss +9.1%" in reasons(advice)["int4"][1]
-    assert "2 times for code" in reasons(advice)["int4"][1]
+    assert "counted 2 times" in reasons(advice)["int4"][1]
+
+
+def test_what_is_known_of_another_task_stands_beside_and_decides_nothing():
+    plain, code = (advise(Constraint(task=task), ladder()) for task in ("chat", "code"))
+    assert code.rungs == plain.rungs and plain.notes == ()
+    assert "chapter 02" in code.notes[0] and code.notes[0] in repr(code)
+    assert "not measured" in advise(Constraint(task="mathematics"), ladder()).notes[0]
 
 
 def test_no_draft_no_speculation():
@@ -77,10 +84,15 @@ def test_no_draft_no_speculation():
     assert reasons(advice)["speculation"] == (False, "no draft at hand")
 
 
-def test_a_long_prompt_makes_the_quantized_cache_pay():
-    short, long = (advise(Constraint(tpot_s=1e-9, prompt_tokens=n), ladder()) for n in (100, 20_000))
-    assert "quantized_kv" not in short.rungs
-    assert "quantized_kv" in long.rungs
+def test_of_several_ladders_the_one_of_about_that_length_speaks():
+    long = replace(ladder(quantized_kv=(9, 110, 90, 10.92), speculation=(8, 110, 90, 10.92)), prompt_tokens=2000)
+    both = [ladder(), long]
+    assert "quantized_kv" not in advise(Constraint(prompt_tokens=60), both).rungs
+    assert "quantized_kv" in advise(Constraint(prompt_tokens=3000), both).rungs
+    assert advise(Constraint(), both).rungs == advise(Constraint(), ladder()).rungs
+    for tokens in (40, 700, 9000):
+        with pytest.raises(ValueError, match="prompt_tokens: got .*100, 2000"):
+            advise(Constraint(prompt_tokens=tokens), both)
 
 
 def test_what_the_ladder_refused_stays_off_with_its_reason():
@@ -99,11 +111,27 @@ def test_the_tree_names_every_rung():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"memory_bytes": 0}, {"ttft_s": -1}, {"max_loss": -0.1}, {"task": "poems"}, {"has_draft": "yes"}]
+    "wrong",
+    [
+        {"memory_bytes": 0},
+        {"loss_factor": -1},
+        {"ttft_s": -1},
+        {"max_loss": -0.1},
+        {"task": "poems"},
+        {"has_draft": "yes"},
+    ],
 )
 def test_wrong_constraints_are_refused_by_field(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Constraint(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, "ladder", [], ["ladder"]])
+def test_what_is_no_ladder_is_refused(wrong):
+    with pytest.raises(ValueError, match="ladder: got"):
+        advise(Constraint(), wrong)
+    with pytest.raises(ValueError, match="constraint: got"):
+        advise("faster", ladder())
 
 
 def test_renders_with_what_to_expect():

@@ -50,8 +50,10 @@ def test_the_popular_marks_stand_on_the_rungs_that_are_meant(ladder):
 
 
 def test_ceilings_are_on_the_same_axis(ladder):
-    (marks,) = [t for t in ladder_chart(ladder).figure.data if (t.name or "").startswith("what the measured bandwidth")]
+    (marks,) = [t for t in ladder_chart(ladder).figure.data if (t.name or "").startswith("ceiling")]
     assert list(marks.x) == [3.0, 3.0, 11.0]
+    low, high = ladder_chart(ladder).figure.layout.xaxis.range
+    assert 10**low <= 1 and 10**high >= 11
 
 
 def test_the_text_is_the_table_with_what_was_left_out(ladder):

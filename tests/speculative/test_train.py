@@ -82,6 +82,21 @@ def test_held_out_prompts_are_kept_out():
     assert not_held_out([*held, near, mine]) == [mine]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "kept"),
+    [
+        ("How do kidneys work?", False),
+        ("Explain to me what a lighthouse keeper would find in a bottle on a beach.", False),
+        ("Tell me about spiders and the silk that they make.", False),
+        ("How do I say no to a friend?", True),
+        ("Write a short story about a baker.", True),
+        ("What is the difference between jam and jelly?", True),
+    ],
+)
+def test_what_asks_for_the_same_in_other_words_is_kept_out_too(prompt, kept):
+    assert not_held_out([prompt]) == [prompt] * kept
+
+
 def test_written_requests_are_filled_in_and_none_is_held_out():
     import random
 
@@ -108,7 +123,7 @@ def test_passages_come_from_the_calibration_split(default_model):
 
 
 def test_a_round_is_made_once_and_goes_on(target, tmp_path, monkeypatch):
-    monkeypatch.setattr("labkit.speculative._train_data.self_prompts", lambda *_: [f"question {i}" for i in range(16)])
+    monkeypatch.setattr("labkit.speculative._train_data.self_prompts", lambda *_: [f"kettle {i}" for i in range(16)])
     monkeypatch.setattr("labkit.speculative._train_data.passage_prompts", lambda *_: iter(()))
     monkeypatch.setattr("labkit.speculative._train_data.written_prompts", lambda *_: [])
     held = make_rounds(target, tmp_path, 100, seed=0, length=8)
@@ -251,7 +266,7 @@ def test_the_command_from_nothing_to_a_head(target, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(train, "load_model", lambda *_, **__: target)
     monkeypatch.setattr(train, "set_threads", lambda *_: 1)
     monkeypatch.setattr(
-        "labkit.speculative._train_data.self_prompts", lambda *_: [f"question number {i}" for i in range(60)]
+        "labkit.speculative._train_data.self_prompts", lambda *_: [f"kettle and pot {i}" for i in range(60)]
     )
     monkeypatch.setattr("labkit.speculative._train_data.passage_prompts", lambda *_: iter(()))
     monkeypatch.setattr("labkit.speculative._train_data.written_prompts", lambda *_: [])

@@ -17,6 +17,7 @@ from labkit.engine.ladder.stack import Stack, StackRun
 from labkit.engine.ladder.weights import StackModels
 from labkit.measure import Timing, device_lock
 from labkit.models import LoadedModel
+from labkit.quality import checked_windows
 from labkit.speculative.interface import Proposer
 from labkit.speculative.stats import SpeculativeStats
 
@@ -35,6 +36,7 @@ def measure_ladder(
     context_length: int = 512,
     read_bandwidth: float | None = None,
     tell: Callable[[str], None] = say,
+    on_step: Callable[[LadderStep], None] = lambda step: None,
 ) -> Ladder:
     """Put `rungs` on one after another and measure each prefix of them that goes together; those that do not are left
     out with their reason, and the next is put on without them.
@@ -42,37 +44,65 @@ def measure_ladder(
     prompts `(1, n)`: each stack continues each by exactly `max_new_tokens`, greedily, `repeats` times, all stacks in
     turns; a first token's and a further token's time are those of a prompt on average, with the spread over turns.
     also: other sets of rungs to measure in the same turns, by what they are called. eval_ids: windows of
-    `context_length` tokens for the perplexity; None leaves it out. read_bandwidth in bytes/s: for the ceiling.
+    `context_length` tokens for the perplexity; None leaves it out. read_bandwidth in bytes/s: for the ceiling. on_step
+    is told each step as its figures are complete.
     Holds the device's lock. Errors: ValueError for rungs, as `refusals` where a set of `also` does not go together.
     """
     models = model if isinstance(model, StackModels) else StackModels(model)
     rungs = check_rungs("rungs", rungs)
-    _check.require(bool(len(prompts)), "prompts", prompts, "at least one prompt of shape (1, n)")
+    several = isinstance(prompts, Sequence) and bool(prompts)
+    _check.require(several, "prompts", prompts, "a list of at least one prompt of shape (1, n)")
+    for place, prompt in enumerate(prompts):
+        _check.tensor(f"prompts[{place}]", prompt, ndim=2, dtypes=(torch.int64, torch.int32))
+        one = prompt.shape[0] == 1 and prompt.shape[1] > 0
+        _check.require(one, f"prompts[{place}]", f"shape {tuple(prompt.shape)}", "one row of at least one token")
+    # One token alone has no time a token.
+    room = models.loaded.config.max_position_embeddings - max(prompt.shape[1] for prompt in prompts)
+    _check.integer("max_new_tokens", max_new_tokens, 2, max(2, room))
+    if read_bandwidth is not None:
+        _check.require(_check.number("read_bandwidth", read_bandwidth) > 0, "read_bandwidth", read_bandwidth, "above 0")
+    if eval_ids is not None:
+        checked_windows(models.loaded, eval_ids, context_length)
     _check.integer("repeats", repeats, 1)
     options = {"proposer": proposer, "num_assistant_tokens": num_assistant_tokens}
     plan = _planned(models, rungs, proposer is not None)
     stacks = {step.rungs: Stack(models, step.rungs, **options) for step in plan if not step.refused}
+    _check.require(also is None or isinstance(also, Mapping), "also", also, "rungs by title, or None")
     others = {title: check_rungs("also", names) for title, names in (also or {}).items()}
+    for title in others:
+        _check.require(title not in RUNGS, "also", title, "titles that are not the names of rungs")
     stacks |= {names: Stack(models, names, **options) for names in others.values() if names not in stacks}
     with device_lock(models.device):
         runs = _in_turns(stacks, prompts, max_new_tokens, repeats, tell)
-        found = {}
+        found, quality = {}, {}
         for names, stack in stacks.items():
             tell(f"memory and quality: {', '.join(names) or 'baseline'}")
-            step = _timed(LadderStep("", names), runs[names])
+            step = _timed(LadderStep(title_of(names, _baseline(models)), names), runs[names])
             step = _weighed(step, stack, prompts, max_new_tokens, read_bandwidth)
-            quality = None if eval_ids is None else _quality(stack, eval_ids, context_length, found)
-            found[names] = replace(step, perplexity=quality)
+            if eval_ids is not None:
+                if stack.quality_key not in quality:
+                    quality[stack.quality_key] = stack.perplexity(eval_ids, context_length)
+                step = replace(step, perplexity=quality[stack.quality_key])
+            found[names] = step
+            on_step(step)
     steps = tuple(step if step.refused else replace(found[step.rungs], title=step.title) for step in plan)
     beside = tuple(replace(found[names], title=title) for title, names in others.items())
-    return Ladder(models.name, steps, beside, prompts[0].shape[1], max_new_tokens)
+    return Ladder(models.name, steps, beside, _mean_length(prompts), max_new_tokens)
+
+
+def _mean_length(prompts: Sequence[torch.Tensor]) -> int:
+    return round(fmean(prompt.shape[1] for prompt in prompts))
+
+
+def _baseline(models: StackModels) -> str:
+    return f"transformers.generate, {str(models.loaded.dtype).removeprefix('torch.')}, eager attention"
 
 
 def _planned(models: StackModels, rungs: tuple[str, ...], has_proposer: bool) -> list[LadderStep]:
     """The baseline and a step a rung, those that are refused with their reason."""
     dtype = models.loaded.dtype
     refused = refusals(rungs, device=models.device, dtype=dtype, has_proposer=has_proposer)
-    baseline = f"transformers.generate, {str(dtype).removeprefix('torch.')}, eager attention"
+    baseline = _baseline(models)
     steps, on = [LadderStep(baseline, ())], ()
     for rung in rungs:
         if rung in refused:
@@ -124,21 +154,9 @@ def _weighed(
     step: LadderStep, stack: Stack, prompts: Sequence[torch.Tensor], new_tokens: int, bandwidth: float | None
 ) -> LadderStep:
     """With its bytes, and the ceiling that they set."""
-    step_bytes = stack.step_bytes(prompts[0].shape[1] + new_tokens // 2)
+    step_bytes = stack.step_bytes(_mean_length(prompts) + new_tokens // 2)
     ceiling = None if bandwidth is None else step.tokens_per_call * bandwidth / step_bytes
-    # The cache is allocated for the whole length at the first token; two show all that there is.
     longest = max(prompts, key=lambda prompt: prompt.shape[1])
-    peak = stack.peak_bytes(longest, max_new_tokens=2)
+    peak = stack.peak_bytes(longest, max_new_tokens=new_tokens)
     sizes = {"weight_bytes": stack.weight_bytes, "step_bytes": step_bytes, "kv_bytes": stack.kv_bytes}
     return replace(step, peak_bytes=peak, ceiling=ceiling, **sizes)
-
-
-def _quality(stack: Stack, eval_ids: torch.Tensor, length: int, known: Mapping[tuple, LadderStep]) -> float:
-    """Perplexity, taken over from a stack whose weights and cache are the same."""
-    same = {"bfloat16", "int8", "int4", "int8_head", "quantized_kv"}
-    kept = (stack.on & same) - ({"int8"} if "int4" in stack.on else set())
-    for names, step in known.items():
-        on = set(names)
-        if (on & same) - ({"int8"} if "int4" in on else set()) == kept:
-            return step.perplexity
-    return stack.perplexity(eval_ids, length)

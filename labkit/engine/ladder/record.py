@@ -40,4 +40,6 @@ def write_ladder(name: str, ladder: Ladder, where: Mapping[str, object], path: P
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     found = asdict(replace(ladder, where=dict(where)))
     kept[name] = {key: value for key, value in found.items() if key != "label"}
-    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)

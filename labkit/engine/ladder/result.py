@@ -76,6 +76,11 @@ class Ladder:
         """The last step that ran: everything that goes on."""
         return list(self.measured())[-1]
 
+    @property
+    def fastest(self) -> LadderStep:
+        """Of all sets that ran."""
+        return max((*self.measured(), *self.also), key=lambda step: step.tokens_per_second)
+
     def of(self, name: str) -> LadderStep:
         """The step that put a rung on, or another set by its title. Errors: ValueError for one that is not there."""
         found = {step.rungs[-1]: step for step in self.steps if step.rungs} | {step.title: step for step in self.also}
@@ -87,8 +92,9 @@ class Ladder:
         return step.tokens_per_second / (over or self.baseline).tokens_per_second
 
     def gain(self, step: LadderStep) -> float:
-        """Over the step before it that ran."""
+        """Over the step before it that ran. Errors: ValueError for a step of `also`, which has none before it."""
         before = list(self.measured())
+        _check.require(step in before, "step", step.title, "one of the ladder's own steps that ran")
         place = before.index(step)
         return 1.0 if place == 0 else self.speedup(step, before[place - 1])
 

@@ -27,7 +27,8 @@ _RUNGS = (
     Rung("bfloat16", "bfloat16", "weights and activations in 16 bits in place of 32", "bytes of weights", 1),
     Rung("int8", "INT8 weights", "matrices at 8 bits, in groups", "bytes of weights", 2),
     Rung("int4", "INT4 weights", "matrices at 4 bits, in groups; takes the place of INT8", "bytes of weights", 2),
-    Rung("int8_head", "INT8 head", "the output matrix at 8 bits as well", "bytes of weights", 2),
+    # Where the head is tied to the embedding, the embedding stays as it was, and memory grows by the packed head.
+    Rung("int8_head", "INT8 head", "the output matrix at 8 bits as well", "bytes that a step reads", 2),
     Rung("attention", "fused attention", "no matrix of scores in memory", "memory and time of long prompts", 4),
     Rung("quantized_kv", "INT8 KV cache", "keys and values at 8 bits", "bytes of the cache", 3),
     Rung("speculation", "speculation", "several tokens verified in one pass", "passes over the weights", 5),
@@ -44,6 +45,12 @@ def check_rungs(name: str, rungs: Iterable[str]) -> tuple[str, ...]:
         _check.choice(name, rung, list(RUNGS))
     _check.require(len(set(names)) == len(names), name, names, "each rung once")
     return names
+
+
+def effective(rungs: Iterable[str]) -> tuple[str, ...]:
+    """Those that change something, in their order: INT4 takes INT8's place."""
+    on = tuple(rungs)
+    return tuple(rung for rung in on if not (rung == "int8" and "int4" in on))
 
 
 def refusals(

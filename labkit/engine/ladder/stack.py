@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Iterable
@@ -80,7 +81,7 @@ class Stack:
         base = models.loaded.dtype
         refused = refusals(self.rungs, device=models.device, dtype=base, has_proposer=proposer is not None)
         for rung, reason in refused.items():
-            raise ValueError(f"rungs: got {rung!r} on top of {self.rungs}; takes it where it can go on: {reason}")
+            _check.require(False, "rungs", self.rungs, f"rungs that go together; {rung!r} cannot go on: {reason}")
         self.dtype = torch.bfloat16 if "bfloat16" in self.on else base
         self._decoder: Decoder | None = None
 
@@ -88,6 +89,11 @@ class Stack:
     def bits(self) -> int | None:
         """Of the matrices; None where they are not packed."""
         return 4 if "int4" in self.on else 8 if "int8" in self.on else None
+
+    @property
+    def quality_key(self) -> tuple[object, ...]:
+        """Stacks with the same key say the same: what decides is the weights and what the cache keeps."""
+        return self.dtype, self.bits, "int8_head" in self.on, "quantized_kv" in self.on
 
     @property
     def model(self) -> torch.nn.Module:
@@ -119,6 +125,7 @@ class Stack:
 
     def generate(self, input_ids: torch.Tensor, *, max_new_tokens: int) -> StackRun:
         """Exactly `max_new_tokens` after `input_ids (1, prompt)`, with the times."""
+        _check.integer("max_new_tokens", max_new_tokens, 1)
         if "step" not in self.on:
             return self._by_transformers(input_ids, max_new_tokens)
         if "speculation" in self.on:
@@ -132,13 +139,11 @@ class Stack:
         input_ids = input_ids.to(self.models.device)
         clock, model = _Clock(self.models.device), self.model
         cache = {"past_key_values": self._cache()} if "quantized_kv" in self.on else {}
-        # A chat model's own settings, such as a penalty for repeating, would make another output.
-        plain = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "pad_token_id": 0}
-        lengths = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
+        plain = {"do_sample": False, "num_beams": 1, "pad_token_id": 0, "max_new_tokens": max_new_tokens}
         mask = torch.ones_like(input_ids)
         synchronize(self.models.device)
         begin = time.perf_counter()
-        sequences = model.generate(input_ids, attention_mask=mask, streamer=clock, **plain, **lengths, **cache)
+        sequences = model.generate(input_ids, attention_mask=mask, streamer=clock, **plain, **cache)
         _, first, *later = clock.times
         tpot = (later[-1] - first) / len(later) if later else float("nan")
         return StackRun(sequences, first - begin, tpot)
@@ -167,14 +172,10 @@ class Stack:
 
     def peak_bytes(self, input_ids: torch.Tensor, *, max_new_tokens: int) -> int:
         """Weights, and the most that a generation after `input_ids` takes on top: cache, activations, scores."""
-
-        def run() -> None:
-            self._decoder = None
-            self.generate(input_ids, max_new_tokens=max_new_tokens)
-
-        self.generate(
-            input_ids, max_new_tokens=max_new_tokens
-        )  # what is made at a first call stays, and is not the run's
+        # What is made at a first call and stays is not the run's; the cache and the graphs are, so they go before.
+        self.generate(input_ids, max_new_tokens=max_new_tokens)
+        self._decoder = None
+        run = functools.partial(self.generate, input_ids, max_new_tokens=max_new_tokens)
         return self.weight_bytes + peak_memory(run, device=self.models.device)
 
     def perplexity(self, token_ids: torch.Tensor, context_length: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from labkit import _check
 from labkit.models import LoadedModel, plain_model, shared_copy
@@ -37,6 +37,10 @@ class StackModels:
         calibration: torch.Tensor | None = None,
     ) -> None:
         self.loaded = plain_model(model)
+        takes = "a transformers causal LM, or a LoadedModel, not quantized yet"
+        whole = isinstance(self.loaded, PreTrainedModel)
+        packed = whole and any(getattr(module, "is_quantized", False) for module in self.loaded.modules())
+        _check.require(whole and not packed, "model", type(self.loaded).__name__, takes)
         self.name = getattr(model, "name", None) or self.loaded.config.name_or_path or type(self.loaded).__name__
         for bits, config in (configs or {}).items():
             _check.choice("configs", bits, (8, 4))
@@ -79,4 +83,6 @@ class StackModels:
             config = self.config(bits)
             calibration = None if isinstance(config, RTNConfig) else self._calibration
             quantize_(model, config, calibration, progress=False)
+        # A chat model's own settings, such as a penalty for repeating or an end of text, would make another output.
+        model.generation_config = GenerationConfig()
         return model if model.dtype is dtype else model.to(dtype)

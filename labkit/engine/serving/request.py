@@ -11,6 +11,10 @@ if TYPE_CHECKING:
 _LONGEST_ERROR = 200
 
 
+# Of one request; a server that says more is wrong.
+_MOST_TOKENS = 10**8
+
+
 @dataclass(frozen=True)
 class RequestTimes:
     """What a client sees of one request; times in seconds of one clock.
@@ -76,16 +80,22 @@ class _Watch:
             error = "the stream ended before the answer did"
         if error is None and not self.times:
             error = "an answer without text"
-        counted = getattr(self.usage, "completion_tokens", None)
+        counted = _count(self.usage, "completion_tokens")
         return RequestTimes(
             self.sent,
             tuple(self.times),
             self.ended,
             counted or len(self.times),
-            getattr(self.usage, "prompt_tokens", None),
+            _count(self.usage, "prompt_tokens"),
             "usage" if counted else "chunks",
             error,
         )
+
+
+def _count(usage: object, name: str) -> int | None:
+    """A number of tokens, where the server gives one that can be one."""
+    found = getattr(usage, name, None)
+    return found if type(found) is int and 0 < found < _MOST_TOKENS else None
 
 
 def _text(choice: object) -> str:

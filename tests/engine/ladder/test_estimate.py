@@ -1,5 +1,7 @@
 """Sets that were not measured: ratios multiply, lengths add bytes."""
 
+from dataclasses import replace
+
 import pytest
 
 from labkit.engine.ladder import Ladder, LadderStep
@@ -44,16 +46,13 @@ def test_int4_takes_the_place_of_int8_and_has_both_gains():
 def test_other_sets_are_products_of_ratios():
     found = estimate(LADDER, ["step", "quantized_kv"])
     assert found.tpot_s == pytest.approx(0.5 * 0.3 / 0.2)
-    assert found.kv_bytes == 0.5 and found.step_bytes == 100 and found.loss == pytest.approx(0)
+    assert found.peak_bytes == pytest.approx(100 * 24 / 25) and found.loss == pytest.approx(0)
 
 
-def test_a_longer_prompt_adds_its_keys_and_values():
-    found = estimate(LADDER, ["step"], prompt_tokens=110)
-    assert found.ttft_s == pytest.approx(11.0)
-    assert found.tpot_s == pytest.approx(0.5 * 2)  # 100 bytes of KV on 100 of weights
-    assert found.peak_bytes == 200
-    assert found.label is Label.MODELLED
-    assert estimate(LADDER, ["step"], prompt_tokens=10) == estimate(LADDER, ["step"])
+def test_a_set_that_was_measured_beside_the_ladder_is_taken_as_it_was():
+    other = step("step", "quantized_kv", tpot=0.7, ttft=3.0, peak=77)
+    found = estimate(replace(LADDER, also=(other,)), ["step", "quantized_kv"])
+    assert (found.tpot_s, found.ttft_s, found.peak_bytes, found.label) == (0.7, 3.0, 77, Label.MEASURED)
 
 
 def test_a_rung_that_was_not_measured_is_refused():
