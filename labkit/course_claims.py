@@ -111,7 +111,7 @@ class CourseClaims:
         if todo := self.open_chapters():
             text += f" The ledger has no figures yet of chapter {', '.join(f'{n:02d}' for n in todo)}."
         labels = (Label.MEASURED, Label.RECORDED)
-        measured = [f for row in self.rows for f in row.figures.values() if f.label in labels and f.time]
+        measured = [f for row in self.rows for f in row.figures.values() if f.label in labels]
         if measured:
             machines = sorted({figure.device or "a device not named" for figure in measured})
             text += f" Measured on {', '.join(machines)}, {_days(measured)}."

@@ -3,13 +3,14 @@
 import os
 import re
 import stat
+import time
 from dataclasses import replace
 
 import pytest
 
 from labkit.claims import NOT_MEASURED, claims_table, load_claims
 from labkit.course_claims import VERDICTS, CourseClaims, course_claims
-from labkit.measure import Label, Ledger, Measurement
+from labkit.measure import Label, Ledger, Measurement, device_name
 
 MEASURED = Measurement("decode", 0.6, "ratio", p10=0.5, p90=0.7, device="a CPU", params={"n": 3}, time=1e9)
 RECORDED = replace(MEASURED, value=0.71, label=Label.RECORDED, device="an H200")
@@ -78,10 +79,10 @@ def test_counts_add_up_and_name_every_verdict():
 
 
 def test_the_summary_names_what_was_measured_on_and_when():
-    assert "MEASURED" not in course_claims().summary()
+    assert "Measured" not in course_claims().summary()
     claims_table(1, {SPEED: {"a": MEASURED, "b": replace(MEASURED, device="", time=0.0), "c": RECORDED}})
     summary = course_claims().summary()
-    assert "MEASURED on a CPU, a device not named, 2001-09-0" in summary and "H200" not in summary
+    assert "Measured on a CPU, a device not named, an H200, 2001-09-0" in summary
     claims_table(1, {SPEED: {"a": MEASURED, "b": replace(MEASURED, time=1.5e9)}})
     assert re.search(r"2001-09-\d\d to 2017-07-\d\d\.$", course_claims().summary())
     claims_table(1, {SPEED: replace(MEASURED, time=0.0)})
@@ -98,11 +99,11 @@ def test_the_short_form_has_every_claim_in_110_columns():
     for claim in load_claims():
         assert claim.claim in first_column and f"\nChapter {claim.chapter:02d}\n" in text
     words = " ".join(text.split())
-    assert "30% to 85% MODELLED" in text and "0.6x to 0.71x MEASURED/RECORDED" in text
+    assert "30% to 85% MODELLED" in text and "0.6x to 0.71x RECORDED" in text
     assert "only when: a condition of some length, the 6th of many;" in words and "the 5th of many" not in words
     assert text.count("chapter 05 measures it") == len(load_claims(5))
     assert text.count("chapter 01 ran, and left it open") == len(load_claims(1)) - 2
-    assert "chapter 01 measures it" not in text and text.endswith("MEASURED on a CPU, 2001-09-09.")
+    assert "chapter 01 measures it" not in text and text.endswith("Measured on a CPU, an H200, 2001-09-09.")
 
 
 def test_html_shows_literature_and_every_figure_escaped():
@@ -111,7 +112,7 @@ def test_html_shows_literature_and_every_figure_escaped():
     html = course_claims()._repr_html_()
     assert html.count("<table>") == 6 and html.count("<tr>") == 6 + len(load_claims())
     assert "<b>" not in html and "&lt;b&gt;bold&lt;/b&gt;: 50% MODELLED" in html and "batch 2: 70% MODELLED" in html
-    assert "MEASURED on &lt;b&gt;a CPU&lt;/b&gt;" in html
+    assert "Measured on &lt;b&gt;a CPU&lt;/b&gt;" in html
     assert html.count("PUBLISHED: ") == len(load_claims()) and "<h4>Chapter 06</h4>" in html
 
 
@@ -158,3 +159,21 @@ def test_another_ledger_can_be_read(tmp_path):
     assert course_claims(Ledger(tmp_path / "none.jsonl")).open_chapters() == [1, 2, 3, 4, 5, 6]
     with pytest.raises(ValueError, match="ledger: got 'ledger.jsonl'; takes a Ledger, or None"):
         course_claims("ledger.jsonl")
+
+
+def test_measured_is_what_ran_in_this_process_and_here():
+    now = replace(MEASURED, time=time.time(), device=device_name("cpu"))
+    figures = {"now": now, "earlier": replace(now, time=1e9), "elsewhere": replace(now, device="another")}
+    claims_table(1, {SPEED: figures})
+    row = next(row for row in course_claims().rows if row.claim.id == SPEED)
+    assert [figure.label for figure in row.figures.values()] == [Label.MEASURED, Label.RECORDED, Label.RECORDED]
+
+
+def test_a_line_in_another_unit_hides_none(tmp_path):
+    claims_table(1, {SPEED: MEASURED})
+    ledger = Ledger()
+    wrong = {"claim": SPEED, "condition": "", "conditions": [""]}
+    ledger.append(Measurement(f"claim {SPEED}", 7.0, "bytes", params=wrong, time=2e9))
+    ledger.append(Measurement(f"claim {SPEED}", 7.0, "ratio", params=wrong | {"conditions": [["a"]]}, time=2e9))
+    row = next(row for row in course_claims().rows if row.claim.id == SPEED)
+    assert [figure.value for figure in row.figures.values()] == [0.6]

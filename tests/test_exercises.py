@@ -457,3 +457,14 @@ def test_what_a_chapter_teaches_may_not_be_called_in_its_exercise(name, module):
     exec(compile(SOLUTIONS[name], str(Path(exercises.__file__).parents[1] / f"{module}.py"), "exec"), namespace)
     result = check(name, namespace[ANSWERS[name]])
     assert result.passed is False and "write it yourself" in result.message
+
+
+def test_no_check_waits_for_ever(monkeypatch):
+    def endless(*_):
+        while True:
+            pass
+
+    monkeypatch.setattr("labkit.exercises._LIMIT_S", 0.5)
+    for name in ("predict_rung", "cache_size"):
+        result = check(name, endless)
+        assert result.passed is False and "never end" in result.message, name

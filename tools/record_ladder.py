@@ -1,6 +1,7 @@
 """`make record-ladder`: the ladder on the default model that chapter 06 shows as RECORDED, measured on this machine.
 
-Writes `data/recorded/ladders.json`. Ten minutes on two quiet cores, of which AWQ takes two: after a chat prompt and after a long one.
+Writes `data/recorded/ladders.json`: after chat prompts, and after a long one. Ten minutes on two quiet cores, of which
+AWQ takes two.
 """
 
 import sys

@@ -8,6 +8,7 @@ cell when a chapter is run with its solutions, so that stub and solution define 
 from labkit import _check
 from labkit.exercises import ch01, ch02, ch03, ch04, ch05, ch06
 from labkit.exercises._exercise import Exercise, Failed, NotAttempted
+from labkit.exercises._limit import within
 from labkit.exercises._session import NOT_ATTEMPTED, CheckResult, Hints, Session, Status
 
 __all__ = ["EXERCISES", "CheckResult", "check", "hint", "status"]
@@ -16,6 +17,10 @@ EXERCISES: dict[str, Exercise] = {
     exercise.name: exercise for chapter in (ch01, ch02, ch03, ch04, ch05, ch06) for exercise in chapter.EXERCISES
 }
 _this_session = Session()
+
+# Of the processor's time; the longest check of a right answer takes a tenth of it.
+_LIMIT_S = 60.0
+_ENDLESS = "it does not come to its end: no right answer computes for a minute. Does a loop never end?"
 
 
 def _find(name: str) -> Exercise:
@@ -26,12 +31,13 @@ def check(name: str, answer: object) -> CheckResult:
     """Test an answer; the result says what holds, or the first property that does not.
 
     An untouched stub (None, `...`, a function that returns nothing or raises NotImplementedError) is "not attempted
-    yet". Nothing that an answer does is raised into the notebook, an interrupt apart. Errors: ValueError for an unknown
+    yet". Nothing that an answer does is raised into the notebook, an interrupt apart, and one that computes without an
+    end is stopped. Errors: ValueError for an unknown
     name.
     """
     exercise = _find(name)
     try:
-        result = CheckResult(name, True, exercise.test(answer))
+        result = CheckResult(name, True, within(_LIMIT_S, lambda: exercise.test(answer), _ENDLESS))
     except NotAttempted:
         result = CheckResult(name, None, NOT_ATTEMPTED)
     except Failed as failure:

@@ -55,6 +55,10 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return torch.where(total > 0, left / total, p)
 
 
+# How far a distribution's sum may be from 1, by rounding over a large vocabulary.
+_OFF_ONE = 1e-2
+
+
 def _sound(total: torch.Tensor) -> torch.Tensor:
     return (total > 0) & (total < torch.inf)
 
@@ -124,6 +128,10 @@ class Drafted:
             _check.tensor("q", q, ndim=3, dtypes=_FLOATS)
             wanted = (batch, k, vocab)
             _check.require(tuple(q.shape) == wanted, "q", f"shape {tuple(q.shape)}", f"(batch, k, vocab) = {wanted}")
+            # With another q the rule would let drafts in that are none of the target's.
+            total = q.sum(-1, dtype=torch.float32)
+            usable = bool(((total - 1).abs() < _OFF_ONE).all()) and bool((q >= 0).all())
+            _check.require(usable, "q", "probabilities that do not sum to 1", "a distribution in each row")
         if drafts.device.type == "cpu" and drafts.numel():
             low, high = map(int, drafts.aminmax())
             _check.require(0 <= low and high < vocab, "drafts", f"ids {low} to {high}", f"0 to {vocab - 1}")
@@ -162,8 +170,8 @@ def accept_sampled(
     it, p(x) is the probability of keeping it, and the residual is p without it. `p (batch, k + 1, vocab)`: the
     target's distribution after each place. Both float32 or float64, on one device. Rows accept different numbers.
     A token to which q gives 0 cannot come from q: it is accepted wherever p gives it anything, as p/q is without
-    bound there. What p gives 0 is never emitted. Errors: ValueError for shapes, dtypes, ids, or a p that is no
-    distribution.
+    bound there. What p gives 0 is never emitted. Errors: ValueError for shapes, dtypes, ids, or a p or q
+    that is no distribution.
     """
     drafted = Drafted.of(drafts, q, p, generator)
     # u < p/q without the division, which would be 0/0 at a token that neither gives anything.

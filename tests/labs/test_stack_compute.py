@@ -109,7 +109,7 @@ def test_baseline_and_set_take_turns_and_the_baselines_first_look_is_kept(comput
     monkeypatch.setattr(Stack, "generate", noted)
     one, look, turn = run(compute, "step")[-1], _stack_compute._FIRST_TOKENS, _stack_compute._TURN_TOKENS
     clocked = [(rungs, new) for rungs, _, new in calls if new > 2]
-    assert clocked == [(("step",), look), ((), look)] + [((), turn), (("step",), turn)] * 2
+    assert clocked[:6] == [(("step",), look), ((), look)] + [((), turn), (("step",), turn)] * 2
     calls.clear()
     two = run(compute, "step", "attention")
     clocked = [rungs for rungs, _, new in calls if new == look]
@@ -244,6 +244,7 @@ def test_every_figure_is_finite_and_labelled(compute):
     last = run(compute, *ALL)[-1]
     lines = {m.name.removeprefix("stack_lab."): m for m in last.measurements()}
     assert all(math.isfinite(m.value) for m in lines.values())
-    assert (lines["ceiling"].label, lines["popular_speedup"].label) == ("MODELLED", "PUBLISHED")
+    assert {lines[name].label for name in ("ceiling", "kv_bytes", "step_bytes")} == {"MODELLED"}
+    assert not any("popular" in name for name in lines), "a folk claim is no measurement"
     assert lines["speedup"].label == lines["peak_bytes"].label == lines["perplexity"].label == "MEASURED"
     assert lines["speedup"].params["rungs"] == list(ALL) and lines["speedup"].params["num_assistant_tokens"] == 2

@@ -175,12 +175,13 @@ def test_residual() -> None:
     assert residual(p.double(), q.double()).dtype == torch.float64
 
 
-def test_the_residual_of_equal_distributions_is_the_target() -> None:
+def test_the_residual_of_equal_distributions_is_the_target(monkeypatch) -> None:
     p = torch.randn(5, 100, generator=rng()).softmax(-1)
     torch.testing.assert_close(residual(p, p), p, atol=0, rtol=0)
     # By rounding q may lie above p everywhere; a token that is refused even so is drawn from p.
     above = p * (1 + 1e-6)
     torch.testing.assert_close(residual(p, above), p, atol=0, rtol=0)
+    monkeypatch.setattr("labkit.speculative.acceptance._OFF_ONE", 2.0)  # more than rounding, to see it often
     wide = p[:1].expand(50_000, 2, 100)
     drafts = torch.zeros(50_000, 1, dtype=torch.int64)
     verdict = accept_sampled(drafts, wide[:, :1] * 2, wide, rng())
@@ -248,3 +249,13 @@ def test_what_does_not_fit_is_refused(arguments: tuple, message: str) -> None:
 def test_greedy_refuses_targets_of_another_length() -> None:
     with pytest.raises(ValueError, match=r"targets: got 'shape \(2, 3\)'; takes \(2, 4\)"):
         accept_greedy(IDS, IDS)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 2.0, float("nan"), float("inf"), -1.0])
+def test_a_q_that_is_no_distribution_is_refused(wrong):
+    p = torch.full((1, 2, 4), 0.25)
+    q = torch.full((1, 1, 4), 0.25 * wrong if wrong >= 0 else 0.75)
+    if wrong < 0:
+        q[0, 0, 0] = -1.25
+    with pytest.raises(ValueError, match="q: got"):
+        accept_sampled(torch.tensor([[1]]), q, p, torch.Generator())
