@@ -18,7 +18,7 @@ from labkit.speculative import EagleHead
 from labkit.speculative.prompts import load_prompts, prompt_ids
 from tools.recording import machine, short_commit
 
-PROMPTS, NEW_TOKENS, REPEATS, GAMMA = 6, 64, 3, 2
+PROMPTS, NEW_TOKENS, REPEATS, GAMMA = 4, 64, 3, 2
 WINDOWS, LENGTH = 6, 512
 CALIBRATION = (32, 512)
 # INT4 takes INT8's place; a quantized cache takes less memory and, at a short prompt on a CPU, more time.

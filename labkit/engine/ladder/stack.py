@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import time
@@ -77,7 +78,8 @@ class Stack:
     ) -> None:
         self.models, self.rungs = models, check_rungs("rungs", rungs)
         self.on = frozenset(self.rungs)
-        self.proposer, self.gamma = proposer, _check.integer("num_assistant_tokens", num_assistant_tokens, 1)
+        # One of its own: what a drafter makes ready for one target it would make again at every change of targets.
+        self.proposer, self.gamma = copy.copy(proposer), _check.integer("num_assistant_tokens", num_assistant_tokens, 1)
         base = models.loaded.dtype
         refused = refusals(self.rungs, device=models.device, dtype=base, has_proposer=proposer is not None)
         for rung, reason in refused.items():

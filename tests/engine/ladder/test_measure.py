@@ -118,9 +118,53 @@ def test_a_ladder_is_kept_whole_and_read_as_recorded(ladder, tmp_path):
         read_ladder({})
 
 
-@pytest.mark.parametrize("wrong", [{"prompts": []}, {"repeats": 0}, {"also": {"x": ["speculation"]}}, {"rungs": ["x"]}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompts": []},
+        {"prompts": None},
+        {"prompts": [torch.zeros(2, 3, dtype=torch.int64)]},
+        {"prompts": [torch.arange(5)]},
+        {"repeats": 0},
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 10**9},
+        {"read_bandwidth": 0.0},
+        {"read_bandwidth": float("nan")},
+        {"context_length": 1000, "eval_ids": IDS},
+        {"also": {"x": ["speculation"]}},
+        {"also": {"int4": ["step"]}},
+        {"also": [["step"]]},
+        {"rungs": ["x"]},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
 def test_wrong_arguments_are_refused_before_anything_runs(wrong, monkeypatch):
     monkeypatch.setattr(Stack, "generate", lambda *_, **__: pytest.fail("it ran"))
     options = {"rungs": ["step"], "prompts": PROMPTS} | wrong
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=next(iter(wrong)) if "speculation" not in str(wrong) else "rungs"):
         measure_ladder(tiny_model(), options.pop("rungs"), **options)
+
+
+def test_each_step_is_told_as_it_is_complete():
+    told = []
+    options = {"max_new_tokens": 2, "repeats": 1, "tell": lambda text: None}
+    found = measure_ladder(tiny_model(), ["step"], prompts=PROMPTS, on_step=told.append, **options)
+    assert told == list(found.steps)
+    assert found.prompt_tokens == 16 and found.fastest in found.steps
+
+
+def test_a_drafter_is_made_ready_once_for_each_stack():
+    class Counting(PromptLookup):
+        targets = []
+
+        def begin(self, target, *more):
+            if target is not getattr(self, "last", None):
+                self.targets.append(target)
+            self.last = target
+            super().begin(target, *more)
+
+    sets = {"a": ["step", "speculation"], "b": ["step", "bfloat16", "speculation"]}
+    options = {"max_new_tokens": 3, "repeats": 2, "also": sets, "tell": lambda text: None}
+    measure_ladder(tiny_model(), [], prompts=PROMPTS, proposer=Counting(), **options)
+    # Once while timed and once more for the peak, whose stack begins with no decoder; never back and forth.
+    assert len(Counting.targets) == 2 * len(sets)

@@ -7,6 +7,7 @@ from labkit.engine import Decoder
 from labkit.engine.cache import StaticKVCache
 from labkit.engine.ladder import RUNGS, Stack, StackModels
 from labkit.engine.ladder.attention import StandardAttentionCache
+from labkit.measure import peak_memory
 from labkit.models import tiny_model
 from labkit.quantization import QuantLinear, RTNConfig
 from labkit.speculative import PromptLookup
@@ -33,6 +34,17 @@ def test_rungs_that_change_no_number_say_the_same(models, prompt):
     assert wanted.shape == (1, 20 + NEW)
     for rungs in (("attention",), ("step",), ("step", "attention"), ("step", "attention", "speculation")):
         assert torch.equal(stack(models, *rungs).generate(prompt, max_new_tokens=NEW).sequences, wanted), rungs
+
+
+def test_a_models_own_settings_for_generation_change_nothing(prompt):
+    model = tiny_model()
+    plain = stack(StackModels(model), "step").generate(prompt, max_new_tokens=NEW).sequences
+    second = int(plain[0, prompt.shape[1] + 1])
+    model.generation_config.eos_token_id, model.generation_config.suppress_tokens = second, [int(plain[0, -1])]
+    model.generation_config.no_repeat_ngram_size = 1
+    for rungs in ((), ("step",)):
+        assert torch.equal(stack(StackModels(model), *rungs).generate(prompt, max_new_tokens=NEW).sequences, plain)
+    assert model.generation_config.eos_token_id == second, "the model that was given keeps its own"
 
 
 def test_the_source_is_left_as_it_was(models, prompt):
@@ -72,6 +84,42 @@ def test_peak_memory_is_the_weights_and_what_a_run_adds(models):
     assert weights < small < large < 3 * weights
 
 
+def test_peak_memory_counts_the_cache_for_every_token_that_is_made(models):
+    ids = torch.randint(256, (1, 250), generator=torch.Generator().manual_seed(7))
+    few, many = (stack(models, "step", "attention").peak_bytes(ids, max_new_tokens=n) for n in (2, 64))
+    # 250 and 2 tokens fit into the first 256 slots, 314 take the next 256.
+    assert many - few >= 256 * stack(models).kv_bytes
+
+
+def test_the_last_tokens_logits_take_no_copy_of_the_head():
+    """A 16-bit product on a CPU copies its weight first where its input has the strides of a longer one."""
+    model = tiny_model(vocab_size=20_000).to(torch.bfloat16)
+    decoder, ids = Decoder(model), torch.arange(40)[None]
+    decoder.forward(ids, logits_to_keep=1)
+
+    def prefill():
+        decoder.reset()
+        decoder.forward(ids, logits_to_keep=1)
+
+    assert peak_memory(prefill) < model.lm_head.weight.nbytes / 2
+
+
+def test_standard_attention_repeats_no_keys(models):
+    model = tiny_model(num_attention_heads=8, num_key_value_heads=1, hidden_size=512, max_position_embeddings=2048)
+    cache = StandardAttentionCache(model.config, 1, 2048, dtype=torch.float32, device=torch.device("cpu"))
+    decoder = Decoder(model, cache=cache)
+    decoder.fill_cache(1, 2000)
+    token = torch.tensor([[5]])
+
+    def step():
+        decoder.forward(token)
+        decoder.crop(2000)
+
+    step()
+    keys_of_a_layer = cache.keys[0].nbytes
+    assert peak_memory(step) < keys_of_a_layer
+
+
 def test_scores_in_memory_show_at_a_long_prompt(models):
     long = torch.randint(256, (1, 500), generator=torch.Generator().manual_seed(2))
     with_scores, without = (
@@ -107,6 +155,17 @@ def test_configs_choose_the_method(prompt):
     assert coarse.model(torch.float32, 4).model.layers[0].mlp.down_proj.weight.group_size == 128
     with pytest.raises(ValueError, match=r"configs\[4\]"):
         StackModels(tiny_model(), configs={4: RTNConfig(bits=8)})
+
+
+@pytest.mark.parametrize("wrong", [None, "smollm2-135m", torch.nn.Linear(2, 2)])
+def test_what_is_no_model_is_refused(wrong):
+    with pytest.raises(ValueError, match="model: got"):
+        StackModels(wrong)
+
+
+def test_a_model_that_is_packed_already_is_refused(models):
+    with pytest.raises(ValueError, match="not quantized yet"):
+        StackModels(models.model(torch.float32, 4))
 
 
 def test_rungs_that_do_not_go_together_are_refused(models):
