@@ -24,6 +24,7 @@ _REACH = 2.0
 _LEAST_GAIN = 1.03
 # Of perplexity; below this two models are the same.
 _LEAST_LOSS = 5e-4
+_PACKED = ("int8", "int4", "int8_head")
 
 
 @dataclass(frozen=True)
@@ -184,13 +185,19 @@ class _Walk:
             if rung in effective((*self.on, rung)) and rung not in self.on:
                 self.decide(rung, branch)
 
+    def with_it(self, rung: str) -> tuple[str, ...]:
+        """The rung, with 16 bits first where it is packed weights: their products compute in bfloat16, and on float32
+        they are slower than no packing (chapter 02)."""
+        alone = rung not in _PACKED or "bfloat16" not in self.measured or "bfloat16" in self.on
+        return (rung,) if alone else ("bfloat16", rung)
+
     def decide(self, rung: str, branch: Branch) -> None:
         """Put a rung on or leave it off, and say why."""
         reason = next(self._against(rung), "")
         if reason:
             self.steps[rung] = Advised(rung, False, reason)
             return
-        now, then = self.expected(), self.expected(rung)
+        now, then = self.expected(), self.expected(*self.with_it(rung))
         if getattr(now, branch.field) / getattr(then, branch.field) < _LEAST_GAIN:
             reason = f"does not pay: {_said(branch.field, now, then)}"
         else:
@@ -202,15 +209,21 @@ class _Walk:
         if rung == "int4" and "int8" in self.on:
             self.on.remove("int8")
             self.steps["int8"] = Advised("int8", False, "INT4 takes its place")
-        self.on.append(rung)
+        if "bfloat16" in (more := self.with_it(rung)) and rung != "bfloat16":
+            self.steps["bfloat16"] = Advised("bfloat16", True, f"{RUNGS[rung].title} compute in it")
+        self.on += more
         self.steps[rung] = Advised(rung, True, f"{branch.complaint}: {_said(branch.field, now, then)}{loss}")
 
     def _worse(self, branch: Branch, now: Estimate, then: Estimate) -> str:
-        """What another branch would lose by it: a limit that it would break, or, where nothing is asked for, speed."""
+        """What another branch would lose by it: a limit that is met and would not be; of one that is not met, or of
+        speed where nothing is asked for, more than this branch gains."""
         limits = self.constraint.limits
+        gain = getattr(now, branch.field) / getattr(then, branch.field) if limits else 1.0
         for name in limits or ("tpot_s",):
             before, after = getattr(now, name), getattr(then, name)
-            if name != branch.field and after > before * _LEAST_GAIN and after > limits.get(name, before):
+            met = before <= limits.get(name, 0.0)
+            breaks = after > limits.get(name, 0.0) if met else after > before * max(gain, _LEAST_GAIN)
+            if name != branch.field and breaks:
                 return f"costs more than it brings: {_said(name, now, then)}"
         return ""
 
@@ -224,7 +237,7 @@ class _Walk:
             yield "no draft at hand"
         if rung == "speculation" and "step" not in self.on:
             yield "it needs the own step, which is off"
-        now, then = self.expected().loss, self.expected(rung).loss
+        now, then = self.expected().loss, self.expected(*self.with_it(rung)).loss
         factor = self.constraint.loss_factor
         if then > now + _LEAST_LOSS and then * factor > self.constraint.max_loss:
             more = f", counted {factor:g} times" if factor != 1 else ""

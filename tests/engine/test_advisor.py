@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from labkit.engine.advisor import TREE, Constraint, advise
-from labkit.engine.ladder import RUNGS, Ladder, LadderStep
+from labkit.engine.ladder import RUNGS, Ladder, LadderStep, recorded_ladders
+from labkit.engine.ladder.rungs import effective
 from labkit.measure import Timing
 
 ORDER = ("step", "bfloat16", "int8", "int4", "int8_head", "attention", "quantized_kv", "speculation")
@@ -50,6 +51,15 @@ def test_a_memory_limit_takes_only_what_it_needs():
     advice = advise(Constraint(memory_bytes=95), ladder())
     assert "quantized_kv" in advice.rungs and advice.expected.peak_bytes <= 95
     assert "step" not in reasons(advice)
+
+
+def test_a_rung_is_worth_what_it_costs_another_limit_only_while_that_is_met_or_less_than_it_brings():
+    # bfloat16 makes the first token four times as fast and the others a fifth slower.
+    slow = ladder(bfloat16=(60, 75, 300, 10.0), int8=(25, 200, 200, 10.05))
+    both_missed = advise(Constraint(ttft_s=0.05, tpot_s=0.001), slow)
+    assert reasons(both_missed)["bfloat16"][0]
+    met = advise(Constraint(ttft_s=0.05, tpot_s=0.055), slow)
+    assert not reasons(met)["bfloat16"][0] and "costs more" in reasons(met)["bfloat16"][1]
 
 
 def test_what_cannot_be_met_is_said_with_both_figures():
@@ -99,6 +109,20 @@ def test_what_the_ladder_refused_stays_off_with_its_reason():
     base = ladder()
     steps = tuple(replace(s, refused="because") if s.title == "speculation" else s for s in base.steps)
     assert reasons(advise(Constraint(), replace(base, steps=steps)))["speculation"] == (False, "because")
+
+
+def test_packed_weights_bring_the_16_bits_that_they_compute_in():
+    slow = ladder(bfloat16=(60, 200, 300, 10.0))  # on top of the step alone bfloat16 loses
+    advice = advise(Constraint(), slow)
+    assert {"bfloat16", "int4"} <= set(advice.rungs)
+    assert reasons(advice)["bfloat16"] == (True, "INT8 weights compute in it")
+
+
+def test_on_the_recorded_ladder_it_finds_the_fastest_set():
+    recorded = recorded_ladders()["smollm2-135m, cpu"]
+    advice = advise(Constraint(), recorded)
+    assert set(advice.rungs) == set(effective(recorded.fastest.rungs))
+    assert advice.expected.tpot_s == recorded.fastest.tpot.median
 
 
 def test_it_follows_the_figures():
