@@ -63,7 +63,15 @@ def test_it_runs_where_a_loop_runs_already():
     assert result.levels[0].completed == 4
 
 
-def test_an_interrupt_ends_the_run():
+@pytest.fixture
+def interruptible():
+    """What is started in the background ignores an interrupt, tests too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_the_run(interruptible):
     """The request under way is given up, and those after it are never sent."""
     with running(ttft_s=1.0) as stand_in:
         server = find_server(stand_in.url)
