@@ -159,9 +159,9 @@ class StackCompute:
             for one in (self._stacks.baseline, stack):
                 if cancelled():
                     return
-                key = (*steps.form_of(one), i)
+                key = (*one.quality_key, i)
                 if key not in self._perplexities:
                     self._perplexities[key] = one.perplexity(windows[i], length)
-            theirs = (*theirs, self._perplexities[*steps.form_of(self._stacks.baseline), i])
-            mine = (*mine, self._perplexities[*steps.form_of(stack), i])
+            theirs = (*theirs, self._perplexities[*self._stacks.baseline.quality_key, i])
+            mine = (*mine, self._perplexities[*stack.quality_key, i])
             yield replace(found, quality=Quality(mine, theirs, length, count))

@@ -14,14 +14,9 @@ from labkit.labs._flash_attention_forms import times
 from labkit.labs._result import si
 from labkit.labs._stack_forms import setting
 from labkit.labs._stack_result import Sizes, StackResult
+from labkit.labs.ladder_chart import RUNG_COLOURS
 
 Traces = Mapping[str, BaseTraceType]
-# A rung's colour is its technique's; the head's is that of other INT8 weights, in a shape of its own.
-_COLOUR_OF = {
-    "int8_head": "int8",
-    "attention": "attention rung",
-    "quantized_kv": "quantized KV",
-}
 _SHORT = {"step": "own step", "bfloat16": "bfloat16", "int8": "INT8", "int4": "INT4", "int8_head": "INT8 head"}
 _SHORT |= {"attention": "attention", "quantized_kv": "INT8 KV", "speculation": "speculation"}
 _HOVER = "%{hovertext}<extra></extra>"
@@ -33,8 +28,8 @@ _BAR, _OVER = 0.42, 0.36
 
 
 def colour(rungs: Sequence[str]) -> str:
-    """Of the rung that was put on last."""
-    return COLOURS[_COLOUR_OF.get(rungs[-1], rungs[-1])] if rungs else COLOURS["baseline"]
+    """Of the rung that was put on last; the head's is that of other INT8 weights, in a shape of its own."""
+    return COLOURS[RUNG_COLOURS[rungs[-1] if rungs else ""]]
 
 
 def build_figure() -> go.Figure:

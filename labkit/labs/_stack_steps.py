@@ -25,11 +25,6 @@ def weights_of(on: Iterable[str], dtype: torch.dtype) -> tuple[torch.dtype, int 
     return torch.bfloat16 if "bfloat16" in on else dtype, bits, "int8_head" in on
 
 
-def form_of(stack: Stack) -> tuple[object, ...]:
-    """What perplexity hangs on: the weights and the cache."""
-    return (*weights_of(stack.on, stack.dtype), "quantized_kv" in stack.on)
-
-
 def sizes_of(stack: Stack, kv_len: int) -> Sizes:
     """In bytes, the peak not yet."""
     return Sizes(stack.weight_bytes, stack.kv_bytes, stack.step_bytes(kv_len))
