@@ -84,7 +84,7 @@ def find_chapters(wanted: Sequence[str] = (), folder: Path | None = None) -> lis
         return every
     found = []
     for name in wanted:
-        stem = Path(name).stem
+        stem = Path(name).name.removesuffix(".ipynb")
         number = stem.zfill(2) if stem.isdigit() else None
         matches = [p for p in every if p.stem == stem or (number and p.stem.startswith(f"{number}_"))]
         if not matches:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from labkit.engine.decode import Decoder
-from labkit.engine.ladder import RUNGS, Stack
+from labkit.engine.ladder import RUNGS, Stack, WeightForm
 from labkit.hardware import measure_ceilings
 from labkit.labs import _stack_steps as steps
 from labkit.labs._result import Progress
@@ -83,11 +83,11 @@ class StackCompute:
                 found = fastest_threads(Decoder(stacks.loaded.model), tuple(sorted({1, most})), cancelled)
                 self._threads = None if cancelled() else found
             torch.set_num_threads(self._threads or most)
-        dtype, bits, head = steps.weights_of(on, stacks.dtype)
-        if not stacks.models.has(dtype, bits, head) and not cancelled():
+        form = WeightForm.of(on, stacks.dtype)
+        if not stacks.models.has(form) and not cancelled():
             made = [RUNGS[rung].title for rung in on if rung in steps.WEIGHTS]
             yield Progress(f"Making the weights: {', '.join(made) or 'as they are'} (once)", 0.06)
-            stacks.models.model(dtype, bits, head)
+            stacks.models.model(form)
 
     def _look(self, stack: Stack, found: StackResult, cancelled: Cancelled) -> Steps:
         """A short generation of the set; the baseline's once for a prompt."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -16,13 +16,6 @@ from labkit.speculative.stats import SpeculativeStats
 WEIGHTS = ("bfloat16", "int8", "int4", "int8_head")
 # What a first call makes once for all shows in the first two tokens after a few.
 _WARM_PROMPT, _WARM_TOKENS = 8, 2
-
-
-def weights_of(on: Iterable[str], dtype: torch.dtype) -> tuple[torch.dtype, int | None, bool]:
-    """The form of the weights as `StackModels.model` takes it; `dtype` is the model's own."""
-    on = set(on)
-    bits = 4 if "int4" in on else 8 if "int8" in on else None
-    return torch.bfloat16 if "bfloat16" in on else dtype, bits, "int8_head" in on
 
 
 def sizes_of(stack: Stack, kv_len: int) -> Sizes:

@@ -1,8 +1,11 @@
 """Finding a server, and what is said where there is none; the compose file that starts one."""
 
+import contextlib
 import re
 import socket
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -98,6 +101,37 @@ def test_somebody_there_who_does_not_answer():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         found = find_server(f"http://127.0.0.1:{silent.getsockname()[1]}/v1", timeout_s=0.2)
     assert not found and "did not answer within 0.2 s" in found.reason
+
+
+def test_somebody_there_who_never_ends():
+    """Each byte comes in time; all of them never do."""
+    with socket.create_server(("127.0.0.1", 0)) as dripping:
+        ended = threading.Event()
+
+        def drip():
+            connection, _ = dripping.accept()
+            with connection, contextlib.suppress(OSError):
+                for _ in range(200):
+                    connection.sendall(b"H")
+                    if ended.wait(0.05):
+                        return
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        begin = time.monotonic()
+        found = find_server(f"http://127.0.0.1:{dripping.getsockname()[1]}/v1", timeout_s=0.4)
+        took = time.monotonic() - begin
+        ended.set()
+        thread.join()
+    assert not found and "within 0.4 s" in found.reason
+    assert took < 5
+
+
+@pytest.mark.parametrize("key", ["two words", "a-key\n", "a-k\u00e9y", "a-key\x00"])
+def test_a_key_that_no_header_carries_is_not_repeated(key):
+    found = find_server("http://127.0.0.1:1/v1", key)
+    assert not found and found.reason.startswith("the API key holds")
+    assert key not in repr(found)
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://", "http://[::1", "http://a:99999"])

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from labkit.engine.ladder import Ladder, LadderStep, Stack, StackModels
+from labkit.engine.ladder import Ladder, LadderStep, Stack, StackModels, WeightForm
 from labkit.labs import _stack_compute, _stack_steps
 from labkit.labs._result import Progress
 from labkit.labs._stack_result import StackParams, StackResult
@@ -140,7 +140,7 @@ def test_perplexity_is_the_whole_texts_and_each_form_is_judged_once(compute, mod
 
     monkeypatch.setattr(Stack, "perplexity", noted)
     last = run(compute, "step", "int4")[-1]
-    windows, four = texts().evaluation, StackModels(model).model(torch.float32, 4)
+    windows, four = texts().evaluation, StackModels(model).model(WeightForm(torch.float32, 4))
     assert last.quality.base == pytest.approx(perplexity(model, windows.flatten(), CONTEXT), rel=1e-5)
     assert last.quality.perplexity == pytest.approx(perplexity(four, windows.flatten(), CONTEXT), rel=1e-5)
     assert last.quality.loss == pytest.approx(last.quality.perplexity / last.quality.base - 1)

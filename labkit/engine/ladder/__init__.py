@@ -6,7 +6,7 @@ from labkit.engine.ladder.record import read_ladder, recorded_ladders, write_lad
 from labkit.engine.ladder.result import Ladder, LadderStep
 from labkit.engine.ladder.rungs import RUNGS, Rung, refusals
 from labkit.engine.ladder.stack import Stack, StackRun
-from labkit.engine.ladder.weights import StackModels
+from labkit.engine.ladder.weights import StackModels, WeightForm
 
 __all__ = [
     "POPULAR",
@@ -18,6 +18,7 @@ __all__ = [
     "Stack",
     "StackModels",
     "StackRun",
+    "WeightForm",
     "measure_ladder",
     "read_ladder",
     "recorded_ladders",

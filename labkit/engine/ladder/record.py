@@ -15,11 +15,19 @@ RECORDED = DATA / "recorded" / "ladders.json"
 
 
 def recorded_ladders(path: Path | None = None) -> dict[str, Ladder]:
-    """By name, such as "smollm2-135m, cpu"; none where nothing was recorded."""
+    """By name, such as "smollm2-135m, cpu"; none where nothing was recorded.
+
+    Errors: ValueError that names the file and what is wrong in it, for one that `write_ladder` did not write.
+    """
     path = path or RECORDED
     if not path.exists():
         return {}
-    return {name: read_ladder(found) for name, found in json.loads(path.read_text(encoding="utf-8")).items()}
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return {name: read_ladder(found) for name, found in kept.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        wrong = f"{type(error).__name__}: {error}"
+        raise ValueError(f"path: got {path}; takes ladders as write_ladder keeps them ({wrong})") from error
 
 
 def read_ladder(found: Mapping[str, object]) -> Ladder:

@@ -17,7 +17,7 @@ from labkit.engine.cache import StaticKVCache
 from labkit.engine.decode import Decoder
 from labkit.engine.ladder.attention import StandardAttentionCache
 from labkit.engine.ladder.rungs import check_rungs, refusals
-from labkit.engine.ladder.weights import StackModels
+from labkit.engine.ladder.weights import StackModels, WeightForm
 from labkit.kv_cache import QuantizedCache
 from labkit.kv_cache.evaluation import cached_perplexity
 from labkit.kv_cache.interface import DecoderCache
@@ -84,23 +84,19 @@ class Stack:
         refused = refusals(self.rungs, device=models.device, dtype=base, has_proposer=proposer is not None)
         for rung, reason in refused.items():
             _check.require(False, "rungs", self.rungs, f"rungs that go together; {rung!r} cannot go on: {reason}")
-        self.dtype = torch.bfloat16 if "bfloat16" in self.on else base
+        self.form = WeightForm.of(self.rungs, base)
+        self.dtype = self.form.dtype
         self._decoder: Decoder | None = None
-
-    @property
-    def bits(self) -> int | None:
-        """Of the matrices; None where they are not packed."""
-        return 4 if "int4" in self.on else 8 if "int8" in self.on else None
 
     @property
     def quality_key(self) -> tuple[object, ...]:
         """Stacks with the same key say the same: what decides is the weights and what the cache keeps."""
-        return self.dtype, self.bits, "int8_head" in self.on, "quantized_kv" in self.on
+        return self.form, "quantized_kv" in self.on
 
     @property
     def model(self) -> torch.nn.Module:
         """The weights, with the attention that the rungs say where `transformers` decodes."""
-        model = self.models.model(self.dtype, self.bits, "int8_head" in self.on)
+        model = self.models.model(self.form)
         if "step" not in self.on:
             model.set_attn_implementation("sdpa" if "attention" in self.on else "eager")
         return model
@@ -185,7 +181,7 @@ class Stack:
 
         `token_ids` and windows as `labkit.quality.perplexity` takes them.
         """
-        model = self.models.model(self.dtype, self.bits, "int8_head" in self.on)
+        model = self.models.model(self.form)
         if "quantized_kv" not in self.on:
             return perplexity(model, token_ids, context_length)
         return cached_perplexity(model, token_ids, context_length, lambda: QuantizedCache(model.config, **self._kv))

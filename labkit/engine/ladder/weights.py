@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -15,6 +16,21 @@ from labkit.quantization.rtn import round_to_nearest
 WeightConfig = RTNConfig | GPTQConfig | AWQConfig
 
 _HEAD_BITS, _GROUP = 8, 64
+
+
+class WeightForm(NamedTuple):
+    """Activations in `dtype`, matrices at `bits` (None: in `dtype`), the head at 8 bits or as it was."""
+
+    dtype: torch.dtype
+    bits: int | None = None
+    packed_head: bool = False
+
+    @classmethod
+    def of(cls, rungs: Iterable[str], dtype: torch.dtype) -> WeightForm:
+        """As `rungs` want them; `dtype` is the model's own."""
+        on = set(rungs)
+        bits = 4 if "int4" in on else 8 if "int8" in on else None
+        return cls(torch.bfloat16 if "bfloat16" in on else dtype, bits, "int8_head" in on)
 
 
 def _fitting_group(columns: int) -> int:
@@ -46,7 +62,7 @@ class StackModels:
             _check.choice("configs", bits, (8, 4))
             _check.require(config.bits == bits, f"configs[{bits}]", f"a config of {config.bits} bits", f"{bits} bits")
         self._configs, self._calibration = dict(configs or {}), calibration
-        self._made: dict[tuple[torch.dtype, int | None, bool], PreTrainedModel] = {}
+        self._made: dict[WeightForm, PreTrainedModel] = {}
 
     @property
     def device(self) -> torch.device:
@@ -57,22 +73,20 @@ class StackModels:
         rows = min(module.in_features for module in self.loaded.modules() if isinstance(module, torch.nn.Linear))
         return self._configs.get(bits) or RTNConfig(bits=bits, group_size=_fitting_group(rows))
 
-    def has(self, dtype: torch.dtype, bits: int | None, packed_head: bool) -> bool:
+    def has(self, form: WeightForm) -> bool:
         """Whether this form is there already; making one can take a while."""
-        return (dtype, bits, packed_head) in self._made
+        return form in self._made
 
-    def model(self, dtype: torch.dtype, bits: int | None = None, packed_head: bool = False) -> PreTrainedModel:
-        """The form with activations in `dtype`, matrices at `bits` (None: in `dtype`), and the head at 8 bits or as it
-        was. Its attention is `transformers`' fused one until told otherwise."""
-        key = (dtype, bits, packed_head)
-        if key not in self._made:
-            self._made[key] = self._make(*key)
-        return self._made[key]
+    def model(self, form: WeightForm) -> PreTrainedModel:
+        """The model in `form`. Its attention is `transformers`' fused one until told otherwise."""
+        if form not in self._made:
+            self._made[form] = self._make(*form)
+        return self._made[form]
 
     @torch.no_grad()
     def _make(self, dtype: torch.dtype, bits: int | None, packed_head: bool) -> PreTrainedModel:
         if packed_head:
-            model = shared_copy(self.model(dtype, bits))
+            model = shared_copy(self.model(WeightForm(dtype, bits)))
             head = model.lm_head
             grid = RTNConfig(bits=_HEAD_BITS, group_size=_fitting_group(head.in_features))
             model.lm_head = QuantLinear(round_to_nearest(head.weight, grid), head.bias, dtype=dtype)

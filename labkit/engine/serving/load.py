@@ -1,22 +1,19 @@
 """The load: a set number of requests in flight, through the official `openai` client."""
 
 import asyncio
-import contextlib
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
-from typing import Any, TypeVar
+from typing import Any
 
 from labkit import _check
 from labkit._progress import progress
+from labkit.engine.serving.event_loop import in_own_thread
 from labkit.engine.serving.metrics import ServingMetrics, ServingResult
 from labkit.engine.serving.request import RequestTimes, stream_request
 from labkit.engine.serving.server import Server, openai_library
-
-T = TypeVar("T")
 
 ENDPOINTS = ("completions", "chat")
 # So many rounds of requests at each level: the first and the last are not all in flight together.
@@ -107,7 +104,7 @@ def measure_serving(
     total = load.num_warmups + sum(load.requests_at(level) for level in levels)
     # No turn on this machine is taken: a server here that takes one for each answer would wait for its own client.
     with progress("Requests", total, "requests") as update:
-        return ServingResult(server, endpoint, max_tokens, _in_own_thread(_all_levels(load, update)))
+        return ServingResult(server, endpoint, max_tokens, in_own_thread(_all_levels(load, update)))
 
 
 async def _all_levels(load: _Load, update: Callable[[int], None]) -> tuple[ServingMetrics, ...]:
@@ -147,25 +144,3 @@ async def _closed_loop(
         return [await send(text) for text in texts]
 
     return list(chain(*await asyncio.gather(*(one_after_another() for _ in range(concurrency)))))
-
-
-def _in_own_thread(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` in an event loop of its own, since a notebook's thread already runs one; an interrupt ends it."""
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(work)
-
-    def run() -> T:
-        try:
-            return loop.run_until_complete(task)
-        finally:
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.close()
-
-    with ThreadPoolExecutor(1, "serving-load") as pool:
-        future = pool.submit(run)
-        try:
-            return future.result()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
-                loop.call_soon_threadsafe(task.cancel)
-            raise

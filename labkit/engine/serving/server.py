@@ -1,14 +1,17 @@
 """Which OpenAI-compatible server there is to measure; and where there is none, how to start one."""
 
+import asyncio
 import os
 from dataclasses import dataclass, field
 from types import ModuleType
 from urllib.parse import urlsplit
 
 from labkit import _check
+from labkit.engine.serving.event_loop import in_own_thread
 
 BASE_URL_VARIABLE = "LABKIT_OPENAI_BASE_URL"
 API_KEY_VARIABLES = ("LABKIT_OPENAI_API_KEY", "OPENAI_API_KEY")
+_KEY_COMES_FROM = f"api_key=, {' or '.join(API_KEY_VARIABLES)}"
 
 _HOW_TO_START = f"""\
 To start vLLM on a machine with an NVIDIA GPU and Docker (binder/vllm/README.md has more):
@@ -80,12 +83,12 @@ def find_server(
         return NoServer(f"{BASE_URL_VARIABLE} is not set")
     api_key = api_key or next(filter(None, map(os.environ.get, API_KEY_VARIABLES)), None)
     base_url = base_url.rstrip("/")
-    wrong = _wrong_url(base_url)
+    wrong = _wrong_url(base_url) or _wrong_key(api_key)
     if wrong:
         return NoServer(wrong)
     base_url = base_url if urlsplit(base_url).path else f"{base_url}/v1"
     try:
-        served = _models(base_url, api_key, timeout_s)
+        served = in_own_thread(_models(base_url, api_key, timeout_s))
     except Exception as error:  # whatever a stranger's server answers, a notebook goes on
         return NoServer(_why(error, base_url, timeout_s))
     if not served:
@@ -110,12 +113,22 @@ def _wrong_url(url: str) -> str | None:
     return None if usable else f"{url!r} is no base URL; one looks like http://127.0.0.1:8000/v1"
 
 
-def _models(base_url: str, api_key: str | None, timeout_s: float) -> dict[str, str | None]:
+def _wrong_key(key: str | None) -> str | None:
+    """A key that no header can carry, such as one with the end of its line; it is not repeated."""
+    if key is None or (key.isascii() and key.isprintable() and " " not in key):
+        return None
+    return f"the API key holds a space, an end of line or a letter that a key cannot; it comes from {_KEY_COMES_FROM}"
+
+
+async def _models(base_url: str, api_key: str | None, timeout_s: float) -> dict[str, str | None]:
     """Names of the models that a server lists, in its order, each with its owner."""
     openai = openai_library()
-    # The client insists on a key; servers without one take any.
-    with openai.OpenAI(base_url=base_url, api_key=api_key or "none", timeout=timeout_s, max_retries=0) as client:
-        return {str(entry.id): getattr(entry, "owned_by", None) for entry in client.models.list().data}
+    # The client insists on a key; servers without one take any. Its own limit is for a silence, and one that drips a
+    # byte now and then is never silent: the other limit is for all of it.
+    settings = {"base_url": base_url, "api_key": api_key or "none", "max_retries": 0, "timeout": timeout_s}
+    async with asyncio.timeout(timeout_s), openai.AsyncOpenAI(**settings) as client:
+        listed = await client.models.list()
+        return {str(entry.id): getattr(entry, "owned_by", None) for entry in listed.data}
 
 
 def _why(error: Exception, base_url: str, timeout_s: float) -> str:
@@ -124,10 +137,8 @@ def _why(error: Exception, base_url: str, timeout_s: float) -> str:
         return str(error)
     openai = openai_library()
     if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-        return f"{base_url} refuses the API key (HTTP {error.status_code}); it is taken from " + " or ".join(
-            API_KEY_VARIABLES
-        )
-    if isinstance(error, openai.APITimeoutError):
+        return f"{base_url} refuses the API key (HTTP {error.status_code}); it comes from {_KEY_COMES_FROM}"
+    if isinstance(error, openai.APITimeoutError | TimeoutError):
         return f"{base_url} did not answer within {timeout_s:g} s"
     if isinstance(error, openai.APIConnectionError):
         return f"nothing answers at {base_url} ({error.__cause__ or error})"

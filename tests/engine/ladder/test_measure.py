@@ -118,6 +118,14 @@ def test_a_ladder_is_kept_whole_and_read_as_recorded(ladder, tmp_path):
         read_ladder({})
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", '{"one": {}}', '{"one": 3}', '{"one": {"steps": [{}], "also": []}}'])
+def test_a_file_that_holds_no_ladders_is_named(tmp_path, text):
+    path = tmp_path / "ladders.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"^path: got {path}"):
+        recorded_ladders(path)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -5,7 +5,7 @@ import torch
 
 from labkit.engine import Decoder
 from labkit.engine.cache import StaticKVCache
-from labkit.engine.ladder import RUNGS, Stack, StackModels
+from labkit.engine.ladder import RUNGS, Stack, StackModels, WeightForm
 from labkit.engine.ladder.attention import StandardAttentionCache
 from labkit.measure import peak_memory
 from labkit.models import tiny_model
@@ -152,7 +152,7 @@ def test_times_are_of_the_run(models, prompt):
 
 def test_configs_choose_the_method(prompt):
     coarse = StackModels(tiny_model(), configs={4: RTNConfig(bits=4, group_size=-1)})
-    assert coarse.model(torch.float32, 4).model.layers[0].mlp.down_proj.weight.group_size == 128
+    assert coarse.model(WeightForm(torch.float32, 4)).model.layers[0].mlp.down_proj.weight.group_size == 128
     with pytest.raises(ValueError, match=r"configs\[4\]"):
         StackModels(tiny_model(), configs={4: RTNConfig(bits=8)})
 
@@ -165,7 +165,7 @@ def test_what_is_no_model_is_refused(wrong):
 
 def test_a_model_that_is_packed_already_is_refused(models):
     with pytest.raises(ValueError, match="not quantized yet"):
-        StackModels(models.model(torch.float32, 4))
+        StackModels(models.model(WeightForm(torch.float32, 4)))
 
 
 def test_rungs_that_do_not_go_together_are_refused(models):
