@@ -97,11 +97,10 @@ test-notebooks: $(STAMP)/labkit ## only the notebooks: every output by nbval, hy
 		exit 1; \
 	}
 
-# Each process has a JupyterLab and a Chromium of its own. By files: one runs the chapters whole, the other moves the
-# labs, about as long; two labs at once would only wait for one another to measure.
+# Each process has a JupyterLab and a Chromium of its own, and shows one lab after another in one kernel: by files.
 test-browser: $(STAMP)/labkit ## only JupyterLab in a headless Chromium
 	@echo "Browser tests, two at a time"
-	@$(PYTEST) -n 2 --dist loadfile tests/browser $(TEST_ARGS)
+	@$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder tests/browser $(TEST_ARGS)
 
 picture: test-browser ## the browser tests, then the README's picture of a lab from them
 	@cp artifacts/browser/*_lab.png docs/images/

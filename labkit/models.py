@@ -19,7 +19,7 @@ from labkit import _check
 from labkit._progress import say
 from labkit.model_files import catalogue, fetch, hub
 from labkit.model_files.catalogue import ModelInfo
-from labkit.model_files.convert import quiet_transformers
+from labkit.model_files.convert import ONE_AT_A_TIME, quiet_transformers
 from labkit.model_files.fetch import ModelUnavailable
 from labkit.model_files.fits import refuse_unless_it_fits, stored_bytes
 from labkit.model_files.random_weights import default_dtype, shaped_model, tiny_model
@@ -127,7 +127,8 @@ def load_model(
     refuse_unless_it_fits(str(name), size, dtype, device)
     if size >= _ANNOUNCED_BYTES:
         say(f"{name}: loading {size / 1e9:.2f} GB")
-    return _load(folder, str(name), dtype, device, attn_implementation)
+    with ONE_AT_A_TIME:
+        return _load(folder, str(name), dtype, device, attn_implementation)
 
 
 def _folder_of(name: str | Path) -> Path:

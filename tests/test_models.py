@@ -1,8 +1,12 @@
 """Loading models, and models with random weights."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import psutil
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from labkit import models
@@ -83,6 +87,25 @@ def test_folders_that_are_not_models_are_refused_with_the_reason(folder, tmp_pat
     weights.rename(folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match="pickled weights are not loaded"):
         load_model(folder)
+
+
+def test_threads_load_one_after_another(folder, monkeypatch):
+    """transformers' loading changes the whole process: two at once would find weights missing."""
+    real, now, most = transformers.AutoModelForCausalLM.from_pretrained, [0], [0]
+
+    def watched(*args, **kwargs):
+        now[0] += 1
+        most[0] = max(most[0], now[0])
+        time.sleep(0.1)
+        try:
+            return real(*args, **kwargs)
+        finally:
+            now[0] -= 1
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", watched)
+    with ThreadPoolExecutor(3) as pool:
+        loaded = list(pool.map(lambda _: load_model(folder), range(3)))
+    assert most == [1] and len({id(one.model) for one in loaded}) == 3
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ from pathlib import Path
 import torch
 
 from labkit.model_files.rescale import rescale_
+
+# transformers sets up the whole process while it makes a model, and a second one made meanwhile finds weights missing:
+# a lab loads in a thread of its own while the next cell runs.
+ONE_AT_A_TIME = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -40,7 +45,7 @@ def convert_gguf(gguf: Path, folder: Path, *, rescale_seed: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # The reader of GGUF draws a bar of its own on standard error, whatever the level of the log.
-    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
+    with ONE_AT_A_TIME, quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
         options = {"gguf_file": gguf.name, "local_files_only": True}
         source = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)

@@ -11,6 +11,7 @@ import torch
 from labkit import _check
 from labkit._progress import progress
 from labkit.model_files import catalogue
+from labkit.model_files.convert import ONE_AT_A_TIME
 from labkit.model_files.fits import refuse_unless_it_fits
 from labkit.sizing import parameter_count
 
@@ -111,7 +112,7 @@ def _empty(info: catalogue.ModelInfo, dtype: torch.dtype, device: torch.device) 
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    with device, no_init_weights():
+    with ONE_AT_A_TIME, device, no_init_weights():
         model = AutoModelForCausalLM.from_config(info.config(), dtype=dtype)
     model.tie_weights()
     return model

@@ -8,18 +8,31 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-from tests.browser.jupyterlab import ROOT, JupyterServer, OpenNotebook
+from tests.browser.jupyterlab import ROOT, JupyterServer, OpenNotebook, write_notebook
+from tests.browser.lab import OpenLab
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _ARGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 ARTIFACTS = ROOT / "artifacts" / "browser"
+_LABS_SETUP = """\
+from labkit import labs
+from labkit.corpora import load_text
+from labkit.hardware import set_threads
+set_threads()"""
+
+
+# What takes longest comes first, so that two processes end at about the same time.
+_LONGEST = ("stack", "speculative", "eviction", "flash_attention", "sampling", "quantization")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.browser)
+    own = [item for item in items if here in item.path.parents]
+    for item in own:
+        item.add_marker(pytest.mark.browser)
+    ranks = {f"test_{name}_lab.py": rank for rank, name in enumerate(_LONGEST)}
+    own.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+    items[:] = [item for item in items if here not in item.path.parents] + own
 
 
 @pytest.fixture(scope="session")
@@ -43,12 +56,13 @@ def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     server.stop()
 
 
-def _opener(server: JupyterServer, browser: Browser) -> Iterator[Callable[..., OpenNotebook]]:
-    """A function that opens a notebook by its name; whatever it opened is closed at the end."""
+@pytest.fixture
+def open_notebook(server: JupyterServer, browser: Browser) -> Iterator[Callable[[str], OpenNotebook]]:
+    """Open a notebook by its name; whatever a test opened is closed at its end."""
     opened: list[OpenNotebook] = []
 
-    def open_(name: str, **options: int) -> OpenNotebook:
-        opened.append(OpenNotebook(server, browser, name, **options))
+    def open_(name: str) -> OpenNotebook:
+        opened.append(OpenNotebook(server, browser, name))
         return opened[-1]
 
     yield open_
@@ -56,16 +70,29 @@ def _opener(server: JupyterServer, browser: Browser) -> Iterator[Callable[..., O
         notebook.close()
 
 
-@pytest.fixture
-def open_notebook(server: JupyterServer, browser: Browser) -> Iterator[Callable[..., OpenNotebook]]:
-    """Open a notebook by its name, for one test."""
-    yield from _opener(server, browser)
+@pytest.fixture(scope="session")
+def _labs(server: JupyterServer, browser: Browser) -> Iterator[OpenNotebook]:
+    """A notebook in which one lab after another is shown: to import and to load takes longer than most labs' moves."""
+    write_notebook(server.root / "labs.ipynb", _LABS_SETUP, "")
+    notebook = OpenNotebook(server, browser, "labs.ipynb")
+    notebook.run_cell(0)
+    yield notebook
+    notebook.close()
 
 
 @pytest.fixture(scope="module")
-def open_for_module(server: JupyterServer, browser: Browser) -> Iterator[Callable[..., OpenNotebook]]:
-    """Open a notebook by its name, once for all tests of a file."""
-    yield from _opener(server, browser)
+def open_lab(_labs: OpenNotebook) -> Callable[..., OpenLab]:
+    """Show the lab that `source` makes, in place of the one before, and wait for its first result."""
+
+    def open_(source: str, name: str, default: dict[str, object], last: str, height: int = 1500) -> OpenLab:
+        _labs.page.set_viewport_size({"width": 1400, "height": height})
+        _labs.write_cell(1, source)
+        _labs.run_cell(1)
+        _labs.wait_measured()
+        assert _labs.errors() == []
+        return OpenLab(_labs, name, default, last)
+
+    return open_
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """A real JupyterLab over a copy of the notebooks, and a notebook open in it, driven as a learner drives it."""
 
-import ast
 import os
 import secrets
 import shutil
@@ -70,8 +69,12 @@ class JupyterServer:
 
     def _environment(self, work: Path) -> dict[str, str]:
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        temporary = work / "tmp"
+        temporary.mkdir()
         return os.environ | {
             "PYTHONPATH": paths,
+            # With a device lock of its own: another server's labs do not wait for this one's.
+            "TMPDIR": str(temporary),
             "LABKIT_LEDGER": str(self.ledger.path),
             "IPYTHONDIR": str(work / "ip"),
         }
@@ -101,10 +104,10 @@ class JupyterServer:
 class OpenNotebook:
     """One notebook in one browser page, with its kernel running."""
 
-    def __init__(self, server: JupyterServer, browser: Browser, name: str, *, height: int = 1100) -> None:
+    def __init__(self, server: JupyterServer, browser: Browser, name: str) -> None:
         self.server, self.name = server, name
         self.problems: list[str] = []
-        self.page: Page = browser.new_page(viewport={"width": 1400, "height": height})
+        self.page: Page = browser.new_page(viewport={"width": 1400, "height": 1100})
         self.page.on("pageerror", lambda error: self.problems.append(f"page error: {error}"))
         self.page.on("console", self._hear)
         # A workspace of its own: the default one would open what an earlier page left open.
@@ -134,17 +137,15 @@ class OpenNotebook:
         count = self.page.evaluate(f"index => {_PANEL}.content.widgets[index].model.executionCount", index)
         assert count is not None, f"cell {index} of {self.name} did not run"
 
+    def write_cell(self, index: int, source: str) -> None:
+        """Put `source` in place of what a cell holds."""
+        put = f"([index, source]) => {_PANEL}.content.widgets[index].model.sharedModel.setSource(source)"
+        self.page.evaluate(put, [index, source])
+
     def _command(self, command: str, timeout_s: float) -> None:
         start = "command => { window.done = false; window.jupyterapp.commands.execute(command)"
         self.page.evaluate(f"{start}.finally(() => {{ window.done = true; }}); }}", command)
         self.page.wait_for_function("() => window.done", timeout=timeout_s * 1000)
-
-    def run_labs(self) -> None:
-        """Run the cells that a lab needs, and wait for its default result."""
-        self.clear()
-        for index in cells_for_labs(self.server.root / self.name):
-            self.run_cell(index)
-        self.wait_measured()
 
     def errors(self) -> list[str]:
         """Everything that went wrong: cells' errors, dialogs, labs' errors, the page's own."""
@@ -209,18 +210,8 @@ class OpenNotebook:
         self.page.close()
 
 
-def cells_for_labs(path: Path) -> list[int]:
-    """Indices of the cells that a lab needs: the first code cell, which imports and loads; others that hold nothing
-    but imports; those tagged `lab`."""
-    cells = nbformat.read(path, as_version=4).cells
-    code = [index for index, cell in enumerate(cells) if cell.cell_type == "code"]
-    tagged = {index for index in code if "lab" in cells[index].metadata.get("tags", [])}
-    return [index for index in code if index == code[0] or index in tagged or _only_imports(cells[index].source)]
-
-
-def _only_imports(source: str) -> bool:
-    try:
-        body = ast.parse(source).body
-    except SyntaxError:  # a magic
-        return False
-    return bool(body) and all(isinstance(statement, ast.Import | ast.ImportFrom) for statement in body)
+def write_notebook(path: Path, *sources: str) -> None:
+    """A notebook of code cells."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, path)

@@ -5,20 +5,11 @@ import struct
 import subprocess
 import sys
 
-import nbformat
 import plotly.graph_objects as go
 import pytest
 
 from labkit.labs._figures import to_png
-from tests.browser.jupyterlab import ROOT, cells_for_labs
-
-
-def write_notebook(path, *sources: str, tags: dict[int, list[str]] | None = None) -> None:
-    notebook = nbformat.v4.new_notebook()
-    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    for index, source in enumerate(sources):
-        notebook.cells.append(nbformat.v4.new_code_cell(source, metadata={"tags": (tags or {}).get(index, [])}))
-    nbformat.write(notebook, path)
+from tests.browser.jupyterlab import ROOT, write_notebook
 
 
 def test_an_error_in_a_cell_is_seen(server, open_notebook):
@@ -38,21 +29,6 @@ def test_an_error_in_a_lab_is_seen(server, open_notebook):
     notebook.run_all(60)
     notebook.page.wait_for_selector(".labkit-error")
     assert notebook.errors() == [".labkit-error: too large"]
-
-
-def test_a_lab_needs_the_first_cell_imports_and_the_cells_tagged_lab(tmp_path):
-    path = tmp_path / "notebook.ipynb"
-    sources = (
-        "import os\nx = 1",
-        "import sys\nfrom os import path",
-        "%time",
-        "x = 2",
-        "lab()",
-        "import os\nos.sep",
-        "",
-    )
-    write_notebook(path, *sources, tags={4: ["lab"], 5: ["other"]})
-    assert cells_for_labs(path) == [0, 1, 4]
 
 
 @pytest.mark.parametrize(("required", "status", "says"), [("0", 0, "skipped"), ("1", 1, "error")])

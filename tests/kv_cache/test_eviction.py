@@ -84,9 +84,9 @@ def test_at_a_quarter_of_the_context_attention_chooses_better_than_a_window(defa
     from labkit.corpora import load_text
     from labkit.kv_cache.needle import find_needles, needle_prompts
 
-    tokens = default_model.tokenizer(load_text(), return_tensors="pt").input_ids[:, :1024]
+    tokens = default_model.tokenizer(load_text(), return_tensors="pt").input_ids[:, :640]
     window, heavy = (
-        cached_perplexity(default_model, tokens, 1024, eviction_cache(default_model, method, 256))
+        cached_perplexity(default_model, tokens, 640, eviction_cache(default_model, method, 160))
         for method in ("window", "heavy_hitters")
     )
     assert heavy < 0.8 * window

@@ -210,13 +210,13 @@ def test_four_sinks_hold_what_a_window_alone_loses(default_model):
     from labkit.corpora import load_text
 
     config = default_model.model.config
-    tokens = default_model.tokenizer(load_text(), return_tensors="pt").input_ids[:, :1024]
+    tokens = default_model.tokenizer(load_text(), return_tensors="pt").input_ids[:, :640]
     full, window, sinks = (
-        cached_perplexity(default_model, tokens, 1024, make)
+        cached_perplexity(default_model, tokens, 640, make)
         for make in (
             DynamicCache,
-            lambda: SinkCache(config, window_length=256, num_sink_tokens=0),
-            lambda: SinkCache(config, window_length=256),
+            lambda: SinkCache(config, window_length=160, num_sink_tokens=0),
+            lambda: SinkCache(config, window_length=160),
         )
     )
     assert sinks < 1.15 * full

@@ -2,8 +2,7 @@
 
 All that stands before the first exercise is the same with the solutions and without, so that it runs once. From there
 on the cells run twice: solved, in the state that a chapter run with its solutions has reached there, and then as they
-are kept, compared by nbval. That the kept ones need nothing of the solved ones shows in the browser, where they run
-without them.
+are kept, compared by nbval. That no kept cell needs what only a solution defines is a test of test_solutions.py.
 """
 
 import contextlib

@@ -298,11 +298,14 @@ def test_it_needs_calibration() -> None:
 def test_it_wins_back_most_of_what_rounding_costs_the_default_model(default_model: LoadedModel) -> None:
     tokenizer = default_model.tokenizer
     ids = torch.tensor(tokenizer(load_text("pydoc", "eval"), add_special_tokens=False).input_ids)[: 2 * 512]
-    calibration = token_batches(tokenizer, load_text("pydoc", "calibration"), 8, 512, 0)
+    calibration = token_batches(tokenizer, load_text("pydoc", "calibration"), 4, 256, 0)
+    # A third of the layers: enough to see, and the search over every layer takes a minute.
+    left_alone = ("lm_head", *(f"model.layers.{layer}" for layer in range(10, 30)))
     values = {"base": perplexity(default_model, ids, 512)}
     for name, config in {"rtn": RTNConfig(4, 64), "awq": AWQConfig(4, 64)}.items():
         model = copy.deepcopy(default_model.model)
-        quantize_(model, config, calibration if name == "awq" else None, progress=False)
+        given = calibration if name == "awq" else None
+        quantize_(model, config, given, modules_to_not_convert=left_alone, progress=False)
         values[name] = perplexity(model, ids, 512)
     closed = (values["rtn"] - values["awq"]) / (values["rtn"] - values["base"])
-    assert closed > 0.35, values
+    assert closed > 0.5, values

@@ -2,6 +2,7 @@
 
 import itertools
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -29,8 +30,19 @@ def fresh_model():
     return transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
 
 
+def skip_without_the_hub() -> None:
+    """At once: the libraries that fetch try again and again for most of a minute."""
+    if isinstance(huggingface_hub.try_to_load_from_cache(MODEL, "config.json"), str):
+        return
+    try:
+        huggingface_hub.HfApi().model_info(MODEL, timeout=10)
+    except Exception as error:  # of whatever library the client asks by
+        pytest.skip(f"takes a network once, for the model and two texts: {error}")
+
+
 @pytest.fixture(scope="module")
 def texts():
+    skip_without_the_hub()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
         evaluation = load_text("wikitext-2", "eval")

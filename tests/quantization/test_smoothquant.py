@@ -245,7 +245,7 @@ def test_fewer_rows_than_a_gpu_takes_are_padded_and_cut(monkeypatch: pytest.Monk
 def test_the_default_model_loses_little(default_model: LoadedModel) -> None:
     tokenizer = default_model.tokenizer
     ids = torch.tensor(tokenizer(load_text("pydoc", "eval"), add_special_tokens=False).input_ids)[: 2 * 512]
-    calibration = token_batches(tokenizer, load_text("pydoc", "calibration"), 4, 512, 0)
+    calibration = token_batches(tokenizer, load_text("pydoc", "calibration"), 4, 256, 0)
     model = copy.deepcopy(default_model.model)
     quantize_(model, SmoothQuantConfig(), calibration, progress=False)
     assert perplexity(model, ids, 512) < 1.015 * perplexity(default_model, ids, 512)
