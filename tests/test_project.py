@@ -4,6 +4,7 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,16 @@ def test_constraints_pin_no_direct_requirement_twice():
     lines = [line for line in text("constraints.txt").splitlines() if line and not line.startswith("#")]
     assert len(pins) == len(lines)
     assert pins.keys() & pinned(ROOT / "requirements.txt").keys() == set()
+
+
+def test_every_pin_installs_on_the_first_release_of_each_supported_python():
+    """A distribution's Python may be years old: Debian 12 has 3.11.2, which a pin for 3.11.5 and up stops."""
+    pins = pinned(ROOT / "requirements.txt") | pinned(ROOT / "constraints.txt")
+    for found in distributions():
+        takes = found.metadata.get("Requires-Python")
+        if takes and canonical(found.metadata["Name"]) in pins:
+            for release in ("3.11.0", "3.12.0", "3.13.0"):
+                assert SpecifierSet(takes).contains(release), f"{found.metadata['Name']} {found.version} takes {takes}"
 
 
 def test_package_ranges_contain_the_pins():
