@@ -15,8 +15,9 @@ _LINE_EVERY_S = 10.0
 
 
 def say(line: str) -> None:
-    """One line to standard error, now."""
-    print(line, file=sys.stderr, flush=True)
+    """One line, now: to standard error, or to a notebook's output, which paints standard error red."""
+    in_notebook = type(sys.stdout).__module__.startswith("ipykernel")
+    print(line, file=sys.stdout if in_notebook else sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

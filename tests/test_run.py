@@ -118,6 +118,13 @@ def test_the_kernel_starts_in_the_notebooks_folder_with_this_labkit_first(folder
     assert (cwd, file) == (str(folder), run.__file__.replace("cli/run.py", "__init__.py"))
 
 
+def test_a_line_about_what_goes_on_is_plain_output_in_a_notebook(folder):
+    path = write(folder, "00_says", "from labkit._progress import say; say('loading')")
+    run_notebook(path, save_to=folder / "out")
+    outputs = nbformat.read(folder / "out" / path.name, as_version=4).cells[1].outputs
+    assert [(output.name, output.text) for output in outputs] == [("stdout", "loading\n")]
+
+
 @pytest.mark.parametrize("name", ["1", "01", "01_second", "notebooks/01_second.ipynb"])
 def test_a_chapter_can_be_named_in_several_ways(folder, name):
     for stem in ("00_first", "01_second", "10_tenth"):

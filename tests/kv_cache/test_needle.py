@@ -9,6 +9,10 @@ from labkit.kv_cache.sinks import SinkCache
 from labkit.models import tiny_model
 
 
+# Sentences of one length, where the course's text is another in each version of Python.
+TEXT = " ".join(f"Sentence number {i} says nothing that matters to anybody." for i in range(100, 160))
+
+
 class Bytes:
     """A tokenizer of one id a byte."""
 
@@ -74,7 +78,7 @@ def test_a_seed_gives_the_same_prompts_and_another_gives_others():
 
 def test_needles_are_found_where_the_cache_still_has_them():
     model = Looker()
-    prompts = needle_prompts(Bytes(), n=6, context_length=500, depths=(0.1, 0.9), seed=1)
+    prompts = needle_prompts(Bytes(), n=6, context_length=500, depths=(0.1, 0.9), seed=1, text=TEXT)
     everything = find_needles(model, prompts, DynamicCache)
     assert (everything.found, everything.tried, everything.failed) == (6, 6, ())
     assert str(everything) == "6 of 6 needles found"
@@ -93,7 +97,7 @@ def test_one_wrong_token_is_a_needle_lost():
 
 
 def test_the_stream_counts_prompt_by_prompt():
-    prompts = needle_prompts(Bytes(), n=4, context_length=500, depths=(0.1, 0.9), seed=1)
+    prompts = needle_prompts(Bytes(), n=4, context_length=500, depths=(0.1, 0.9), seed=1, text=TEXT)
     model = Looker()
     counts = list(
         find_needles_stream(model, prompts, lambda: SinkCache(model.config, window_length=250, num_sink_tokens=0))

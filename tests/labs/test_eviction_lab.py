@@ -207,7 +207,8 @@ def test_the_text_form_draws_the_prompt(lab):
     size = -(-len(kept.tokens) // 64)
     gone = (len(kept.tokens) - kept.held) // size
     assert shades[:gone] == " " * gone and set(shades[gone + 1 :]) == {"#"} and len(shades) == len(marks)
-    assert marks[0] == "s" and marks[-1] == "Q"
+    # The text differs between versions of Python: its first sentence may be the needle.
+    assert marks[0] == ("s" if kept.needle.start >= size else "N") and marks[-1] == "Q"
     assert marks.index("N") == kept.needle.start // size and marks.rindex("N") == (kept.needle.end - 1) // size
     assert "  0.9    0 of 1" in lines and "heavy" not in lab.result.text()
 
