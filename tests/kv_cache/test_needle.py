@@ -8,7 +8,6 @@ from labkit.kv_cache.needle import find_needles, find_needles_stream, needle_pro
 from labkit.kv_cache.sinks import SinkCache
 from labkit.models import tiny_model
 
-
 # Sentences of one length, where the course's text is another in each version of Python.
 TEXT = " ".join(f"Sentence number {i} says nothing that matters to anybody." for i in range(100, 160))
 
