@@ -9,7 +9,7 @@ import torch
 
 from labkit.corpora import load_text
 from labkit.models import LoadedModel
-from labkit.speculative.prompts import load_prompts, prompt_ids
+from labkit.speculative.prompts import prompt_ids, typical_prompt
 
 # Of a long prompt, its question and the chat's own marks included.
 _LONG = 512
@@ -29,7 +29,7 @@ def read_texts(loaded: LoadedModel) -> Texts:
     """Errors: ValueError for a tokenizer without a chat template."""
     tokenizer = loaded.tokenizer
     longest = min(_LONG, loaded.model.config.max_position_embeddings // 2)
-    chat = prompt_ids(tokenizer, load_prompts("chat")[0])
+    chat = prompt_ids(tokenizer, typical_prompt())
     # As many tokens of the text as leave room for the rest of the turn.
     marks = prompt_ids(tokenizer, _QUESTION).shape[1]
     ids = tokenizer(load_text(split="calibration"), add_special_tokens=False, verbose=False).input_ids

@@ -21,7 +21,7 @@ from labkit.labs._speculative_models import Targets
 from labkit.labs._speculative_result import EAGLE, ITSELF, PACKED, PROPOSERS
 from labkit.measure import device_name
 from labkit.models import LoadedModel
-from labkit.speculative.prompts import load_prompts
+from labkit.speculative.prompts import load_prompts, typical_prompt
 
 _TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0)
 _TOP_K = (0, 1, 2, 5, 10, 20, 50, 100)
@@ -115,7 +115,7 @@ def sampling_lab(
     whole = "float32" if device.type == "cpu" else "bfloat16"
     if isinstance(model, LoadedModel):
         whole = str(model.model.dtype).removeprefix("torch.")
-    prompts = load_prompts("chat")[:_PROMPTS]
+    prompts = (typical_prompt(), *load_prompts("chat")[: _PROMPTS - 1])
     short = [text if len(text) <= _PROMPT_WIDTH else f"{text[:_PROMPT_WIDTH].rstrip()}…" for text in prompts]
     drafters = [("its own int4 copy" if one == ITSELF else one, one) for one in PROPOSERS]
     question = f"From temperature {_COLD:g} to {_HOT:g}: what does acceptance do? And with top_k 1 at {_HOT:g}?"

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KINDS = ("chat", "copy_heavy", "no_repeats")
+# "How does a refrigerator keep food cold?": of what the course's head drafts there (int4 target, three a call) 40% is
+# accepted, and 41% over the first 24 prompts, where single ones reach from 24% to 58%.
+_TYPICAL = 10
 
 
 @functools.cache
@@ -27,6 +30,11 @@ def load_prompts(kind: str) -> tuple[str, ...]:
     """The prompts of one kind: "chat" (50), "copy_heavy" (12) whose answer copies much of the prompt, "no_repeats" (10)
     whose answer repeats next to nothing; the file says how both were measured. Errors: ValueError for another kind."""
     return _stored()[_check.choice("kind", kind, KINDS)]
+
+
+def typical_prompt() -> str:
+    """The chat prompt to show one thing on: acceptance there is about the mean over all of them."""
+    return load_prompts("chat")[_TYPICAL]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> torch.Tensor:

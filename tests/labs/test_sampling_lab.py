@@ -16,7 +16,8 @@ DEFAULT = {"temperature": 0.8, "top_k": 0, "top_p": 0.9, "prompt": 0, "seed": 0}
 @pytest.fixture
 def lab(ledger, monkeypatch):
     """The lab over a tiny model, with short texts and a draft that needs no file."""
-    monkeypatch.setattr(sampling, "load_prompts", lambda kind: {"chat": PROMPTS}[kind])
+    monkeypatch.setattr(sampling, "typical_prompt", lambda: PROMPTS[0])
+    monkeypatch.setattr(sampling, "load_prompts", lambda kind: {"chat": PROMPTS[1:]}[kind])
     monkeypatch.setattr(sampling, "_DEFAULT_PROPOSER", "int4 copy")
     monkeypatch.setattr(sampling, "_DEFAULT_WEIGHTS", "float32")
     monkeypatch.setattr(sampling, "_NEW_TOKENS", 8)

@@ -11,7 +11,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from labkit.engine.decode import Decoder
 from labkit.models import load_model
-from labkit.speculative.prompts import KINDS, load_prompts, prompt_ids, repeated_share
+from labkit.quantization import RTNConfig, quantize_
+from labkit.speculative import EagleHead, SpeculativeStats, generate
+from labkit.speculative.prompts import KINDS, load_prompts, prompt_ids, repeated_share, typical_prompt
 
 if TYPE_CHECKING:
     from labkit.models import LoadedModel
@@ -100,3 +102,17 @@ def test_the_default_model_copies_where_the_kind_says_so_and_repeats_nothing_whe
     assert len(copied) == 12 and min(copied) >= 0.5, copied
     repeated = [repeated_share(made, asked) for made, asked in answers(model, "no_repeats", 64)]
     assert len(repeated) == 10 and max(repeated) <= 0.1, repeated
+
+
+@pytest.mark.slow
+def test_the_typical_prompt_is_typical_of_what_the_head_gets_right() -> None:
+    target, head = load_model(dtype="bfloat16", device="cpu"), EagleHead.load()
+    quantize_(target, RTNConfig(bits=4, group_size=64), progress=False)
+    decoder = Decoder(target)
+
+    def counted(prompt: str) -> SpeculativeStats:
+        ids = prompt_ids(target.tokenizer, prompt)
+        return generate(decoder, ids, head, max_new_tokens=64, num_assistant_tokens=3).stats
+
+    others = sum(map(counted, load_prompts("chat")[:24:3]), SpeculativeStats())
+    assert abs(counted(typical_prompt()).acceptance_rate - others.acceptance_rate) < 0.08
