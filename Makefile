@@ -17,6 +17,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: FORCE help setup lab test lint aot bench record record-peers record-kv record-ladder quantlibs notebooks picture gpu-check gpu-notebooks constraints clean
 .DEFAULT_GOAL := help
+.DEFAULT:
+	@echo "There is no 'make $@'. \`make\` alone lists what there is." >&2; exit 2
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -61,7 +63,7 @@ setup: $(STAMP)/labkit ## make .venv, install the pinned packages, fetch the def
 
 # No call to the outside; the question about news is answered in tools/jupyterlab_overrides.json.
 QUIET_LAB = --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate \
-	--LabApp.extension_manager=readonly
+	--LabApp.extension_manager=readonly --LanguageServerManager.autodetect=False
 
 lab: setup ## set up, then open the course in JupyterLab on this machine
 	@echo "Starting JupyterLab on 127.0.0.1 (Ctrl-C stops it)"

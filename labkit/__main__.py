@@ -18,7 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="`python -m labkit COMMAND --help` explains one command.",
     )
     parser.add_argument("--version", action="version", version=f"labkit {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in (doctor, fetch, run, report, gpu_check):
         command.add_parser(commands)
     return parser
@@ -26,7 +26,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 something failed, 2 it could not be asked for like that."""
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if not hasattr(args, "run"):
+        parser.print_help()
+        return 2
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without "µ" shows "?", in place of no table at all
             stream.reconfigure(errors="replace")

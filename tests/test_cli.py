@@ -59,7 +59,7 @@ def test_an_unknown_command_is_refused_with_the_known_ones(capsys):
     [
         (["report", "--label", "GUESSED"], "--label: got 'GUESSED'; takes one of MEASURED"),
         (["report", "--last", "0"], "--last: got 0; takes an integer of at least 1"),
-        (["report", "/no/such/ledger"], "ledger: got /no/such/ledger; takes a file of JSON lines"),
+        (["report", "/no/such/ledger"], "ledger: got /no/such/ledger, which is no file; takes one of JSON lines"),
         (["fetch", "smolm2"], "name: got 'smolm2'; takes one of"),
         (["doctor", "--device", "tpu"], "device: got 'tpu'"),
     ],
@@ -265,3 +265,9 @@ def test_a_terminal_without_the_micro_sign_still_gets_the_table(tmp_path):
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(report, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
     assert "12.5 ?s" in done.stdout
+
+
+def test_without_a_command_it_lists_them(capsys):
+    assert main([]) == 2
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in ("doctor", "fetch", "run", "report", "gpu-check"))

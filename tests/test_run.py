@@ -138,8 +138,8 @@ def test_a_chapter_can_be_named_in_several_ways(folder, name):
 @pytest.mark.parametrize(
     "argv, says",
     [
-        (["run", "77"], "chapters: got '77'; takes any of 00_first"),
-        (["run", "0.5"], "chapters: got '0.5'; takes any of 00_first"),
+        (["run", "77"], "chapters: got '77'; takes any of 00_first, or its number"),
+        (["run", "0.5"], "chapters: got '0.5'; takes any of 00_first, or its number"),
         (["run", "--output", "report.pdf"], "--output: got report.pdf; takes a file ending in .md or .html"),
     ],
 )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from labkit._paths import cache_dir
+from labkit._paths import DATA, cache_dir
 from labkit.cli.table import readable
 
 _GIB = 2**30
@@ -65,6 +65,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 def libraries() -> Iterator[Finding]:
     """Versions beside the supported range; what the labs need."""
     install = "pip install -r requirements.txt (or `make setup`)"
+    own = DATA.parent / ".venv" / "bin" / "python"
+    if own.exists() and not own.samefile(sys.executable):
+        install = "this is not the course's Python: first `source .venv/bin/activate`"
     for library, (low, high) in _SUPPORTED.items():
         version = _installed(library)
         says = f"{library} {version or 'is not installed'}"

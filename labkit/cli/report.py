@@ -104,7 +104,7 @@ def _read(path: str | None) -> "list[Measurement]":
 
     ledger = Ledger(path)
     if path is not None and not ledger.path.is_file():
-        raise ValueError(f"ledger: got {path}; takes a file of JSON lines that labkit wrote")
+        raise ValueError(f"ledger: got {path}, which is no file; takes one of JSON lines that labkit wrote")
     return ledger.read()
 
 

@@ -88,7 +88,7 @@ def find_chapters(wanted: Sequence[str] = (), folder: Path | None = None) -> lis
         number = stem.zfill(2) if stem.isdigit() else None
         matches = [p for p in every if p.stem == stem or (number and p.stem.startswith(f"{number}_"))]
         if not matches:
-            raise ValueError(f"chapters: got {name!r}; takes any of {', '.join(p.stem for p in every)}")
+            raise ValueError(f"chapters: got {name!r}; takes any of {', '.join(p.stem for p in every)}, or its number")
         found += matches
     return list(dict.fromkeys(found))
 

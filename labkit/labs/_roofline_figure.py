@@ -28,7 +28,7 @@ def build_figure() -> go.Figure:
         cols=2,
         column_widths=[0.66, 0.34],
         horizontal_spacing=0.1,
-        subplot_titles=("Each op under the measured roof", "Where a step's time goes"),
+        subplot_titles=("Each op under the measured roof", "Where the time goes, op by op"),
     )
     # Above the ridge there are no points to cover: the bandwidth to its left, the peak to its right.
     places = ["top left", "top left", "top right", "top left"]
@@ -65,7 +65,7 @@ def _lay_out(figure: go.Figure) -> None:
     figure.update_xaxes(title="Intensity (FLOP per byte moved)", type="log", dtick=1, row=1, col=1)
     log_axis = {"type": "log", "dtick": 1, "exponentformat": "SI extended"}
     figure.update_yaxes(title="Achieved FLOP/s", **log_axis, row=1, col=1)
-    figure.update_yaxes(title="% of the measured step", range=[0, 104], row=1, col=2)
+    figure.update_yaxes(title="% of the ops' summed times", range=[0, 104], row=1, col=2)
     figure.update_xaxes(range=[-0.6, 4.0], tickangle=0, tickfont_size=13, row=1, col=2)
 
 
