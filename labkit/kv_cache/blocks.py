@@ -233,7 +233,8 @@ class BlockManager:
     def _require_free(self, needed: int) -> None:
         if needed > self.num_free_blocks:
             had = f"{self.num_free_blocks} of {self.num_blocks} are free"
-            raise OutOfBlocks(f"{needed} more blocks of {self.block_size} tokens are needed and {had}")
+            wanted = f"{self.block_size} tokens is" if needed == 1 else f"{self.block_size} tokens are"
+            raise OutOfBlocks(f"{needed} more block{'s' * (needed != 1)} of {wanted} needed and {had}")
 
     def _own_last_block(self, table: BlockTable) -> Copies:
         """Make the last block of a sequence its own, so that it can be written to."""

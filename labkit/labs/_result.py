@@ -75,6 +75,11 @@ def duration(seconds: float) -> str:
     return f"{_significant(number, 3)} {unit}"
 
 
+def threads_text(threads: int | None) -> str:
+    """As a lab's text form says it after its device; nothing where no threads are counted."""
+    return f", {threads} CPU thread{'s' * (threads != 1)}" if threads else ""
+
+
 def _significant(value: float, digits: int) -> str:
     """`value` rounded to `digits` significant digits, without an exponent and with trailing zeros kept."""
     if value == 0:

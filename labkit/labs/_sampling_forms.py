@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from labkit.labs._result import Number
+from labkit.labs._result import Number, threads_text
 from labkit.labs._speculative_forms import percent
 from labkit.labs._speculative_tokens import visible
 from labkit.measure import Label, Measurement
@@ -80,7 +80,7 @@ def _acceptance_numbers(result: SamplingResult) -> list[Number]:
 
 def text(result: SamplingResult) -> str:
     """The whole result for a reader without widgets: numbers, the likeliest tokens, the texts."""
-    where = f"{result.device}, {result.dtype}" + (f", {result.threads} CPU threads" if result.threads else "")
+    where = f"{result.device}, {result.dtype}" + threads_text(result.threads)
     lines = [f"sampling_lab: {setting(result.params)}; {result.params.weights} weights, {where}"]
     lines.append(f"Prompt, {result.prompt_tokens} tokens: {result.prompt_text}")
     group = None

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from labkit.labs._flash_attention_forms import faster, times
-from labkit.labs._result import Number, duration
+from labkit.labs._result import Number, duration, threads_text
 from labkit.labs._speculative_tokens import visible
 from labkit.measure import Label, Measurement, Timing
 
@@ -107,7 +107,7 @@ def _cost_numbers(result: SpeculativeResult) -> list[Number]:
 
 def text(result: SpeculativeResult) -> str:
     """The whole result for a reader without widgets: numbers, the curve, every call with its tokens."""
-    where = f"{result.device}, {result.dtype}" + (f", {result.threads} CPU threads" if result.threads else "")
+    where = f"{result.device}, {result.dtype}" + threads_text(result.threads)
     lines = [f"speculative_lab: {setting(result.params)}", where]
     group = None
     for number in numbers(result):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from labkit.engine.ladder import RUNGS
 from labkit.labs._flash_attention_forms import faster, times
 from labkit.labs._quantization_forms import plain, share
-from labkit.labs._result import Number, duration, si
+from labkit.labs._result import Number, duration, si, threads_text
 from labkit.measure import Label, Measurement
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _left_out_numbers(result: StackResult) -> list[Number]:
 
 def text(result: StackResult) -> str:
     """The whole result for a reader without widgets."""
-    where = f"{result.device}, {result.dtype}" + (f", {result.threads} CPU threads" if result.threads else "")
+    where = f"{result.device}, {result.dtype}" + threads_text(result.threads)
     lines = [f"stack_lab: {setting(result)}", where]
     group = None
     for number in numbers(result):

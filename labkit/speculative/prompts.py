@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KINDS = ("chat", "copy_heavy", "no_repeats")
-# "How does a refrigerator keep food cold?": of what the course's head drafts there (int4 target, three a call) 40% is
-# accepted, and 41% over the first 24 prompts, where single ones reach from 24% to 58%.
-_TYPICAL = 10
+# What to pack for a hike: of what the course's head drafts there (int4 target, three a call) 42% is accepted, and 41%
+# over the first 24 prompts, where single ones reach from 24% to 58%. Its answer is none of those that loop.
+_TYPICAL = 9
 
 
 @functools.cache
