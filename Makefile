@@ -17,8 +17,6 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: FORCE help setup lab test lint aot bench record record-peers record-kv record-ladder quantlibs notebooks picture gpu-check gpu-notebooks constraints clean
 .DEFAULT_GOAL := help
-.DEFAULT:
-	@echo "There is no 'make $@'. \`make\` alone lists what there is." >&2; exit 2
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile

@@ -271,3 +271,13 @@ def test_without_a_command_it_lists_them(capsys):
     assert main([]) == 2
     printed = capsys.readouterr().out
     assert all(command in printed for command in ("doctor", "fetch", "run", "report", "gpu-check"))
+
+
+def test_outside_the_courses_environment_nothing_is_to_be_installed(monkeypatch, tmp_path):
+    """The usual mistake is a terminal without `source .venv/bin/activate`."""
+    (tmp_path / ".venv").mkdir()
+    monkeypatch.setattr(checks, "DATA", tmp_path / "data")
+    monkeypatch.setattr(checks, "_installed", lambda library: None)
+    assert all("source .venv/bin/activate" in finding.advice for finding in checks.libraries())
+    monkeypatch.setattr(checks.sys, "prefix", str(tmp_path / ".venv"))
+    assert all("pip install -r requirements.txt" in finding.advice for finding in checks.libraries())

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from labkit._paths import DATA, cache_dir
 from labkit.cli.table import readable
@@ -65,8 +66,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 def libraries() -> Iterator[Finding]:
     """Versions beside the supported range; what the labs need."""
     install = "pip install -r requirements.txt (or `make setup`)"
-    own = DATA.parent / ".venv" / "bin" / "python"
-    if own.exists() and not own.samefile(sys.executable):
+    own = DATA.parent / ".venv"
+    if own.is_dir() and Path(sys.prefix).resolve() != own.resolve():
         install = "this is not the course's Python: first `source .venv/bin/activate`"
     for library, (low, high) in _SUPPORTED.items():
         version = _installed(library)

@@ -73,7 +73,7 @@ def tiny_model(**config_overrides: object) -> LlamaForCausalLM:
     with _naming(config_overrides):
         config = LlamaConfig(**fields)
     refuse_unless_it_fits("tiny_model", 4 * parameter_count(config), torch.float32, torch.device("cpu"))
-    with _naming(config_overrides), torch.random.fork_rng(devices=[]):
+    with ONE_AT_A_TIME, _naming(config_overrides), torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         model = LlamaForCausalLM(config)
     return model.eval().requires_grad_(False)

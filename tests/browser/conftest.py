@@ -86,6 +86,8 @@ def open_lab(_labs: OpenNotebook) -> Callable[..., OpenLab]:
 
     def open_(source: str, name: str, default: dict[str, object], last: str, height: int = 1500) -> OpenLab:
         _labs.page.set_viewport_size({"width": 1400, "height": height})
+        _labs.problems.clear()  # of the lab before
+        _labs.clear()
         _labs.write_cell(1, source)
         _labs.run_cell(1)
         _labs.wait_measured()

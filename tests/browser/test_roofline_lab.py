@@ -8,7 +8,7 @@ OPS, PHASES = 18, 2
 
 @pytest.fixture(scope="module")
 def lab(open_lab):
-    return open_lab('labs.roofline_lab(device="cpu")', "roofline_lab", DEFAULT, "tpot")
+    return open_lab('labs.roofline_lab(device="cpu")', "roofline_lab", DEFAULT, "ttft")
 
 
 def test_each_slider_moves_a_known_quantity_and_writes_the_ledger(lab):

@@ -38,8 +38,8 @@ def test_each_control_moves_a_known_quantity_and_writes_the_ledger(lab, artifact
 
     # Everything, one token drafted a call: the cache at (8 + 1)/16 of bfloat16's, more than a token a call; and a head
     # that is read in fewer bytes, but lies beside the embedding whose matrix it shared.
-    lab.push("Draft length γ", -1)
-    lines = press(lab, "all", rungs=ALL, num_assistant_tokens=1)
+    lab.page.locator(".labkit-rungs .jupyter-button", has_text="all").click()
+    lines = lab.move("Draft length γ", -1, rungs=ALL, num_assistant_tokens=1)
     assert lab.number("kv_bytes")[0] == 23_040 * 9 / 16
     assert lines["step_bytes"].value < read and lines["weight_bytes"].value > four
     assert 1 < lines["tokens_per_call"].value <= 2 and lab.number("popular") == (8.0, "8x")

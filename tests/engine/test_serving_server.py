@@ -106,11 +106,11 @@ def test_somebody_there_who_does_not_answer():
 def test_somebody_there_who_never_ends():
     """Each byte comes in time; all of them never do."""
     with socket.create_server(("127.0.0.1", 0)) as dripping:
+        dripping.settimeout(5)
         ended = threading.Event()
 
         def drip():
-            connection, _ = dripping.accept()
-            with connection, contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), dripping.accept()[0] as connection:
                 for _ in range(200):
                     connection.sendall(b"H")
                     if ended.wait(0.05):
