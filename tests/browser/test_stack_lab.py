@@ -2,6 +2,7 @@
 
 import pytest
 
+from labkit.measure import Measurement
 from tests.browser.titles import wrong_titles
 
 ALL = ["step", "bfloat16", "int8", "int4", "int8_head", "attention", "quantized_kv", "speculation"]
@@ -14,7 +15,7 @@ def lab(open_lab):
     return open_lab('labs.stack_lab(device="cpu")', "stack_lab", DEFAULT, "stack_s")
 
 
-def press(lab, title: str, **changed: object) -> dict[str, object]:
+def press(lab, title: str, **changed: object) -> dict[str, Measurement]:
     """Press a button of the row of rungs and wait for the setting."""
     return lab.after(lab.page.locator(".labkit-rungs .jupyter-button", has_text=title).click, **changed)
 

@@ -62,7 +62,7 @@ def stands_at(lab) -> str:
 def test_reset_goes_back_to_the_first_step_and_the_end_key_to_the_last(lab):
     page = lab.page
     mask = page.locator(".labkit-lab .widget-checkbox input")
-    reset = page.locator(".labkit-lab button", has_text="Reset")
+    reset = lab.button("Reset")
     for attempt in range(4):
         lab.move("Block size", -1, block_size=4, causal=True)
         if attempt % 2:
@@ -85,7 +85,7 @@ def test_reset_stops_the_play(lab):
     before = len(lab.notebook.server.ledger.read())
     page.locator(".labkit-lab .labkit-play").click()
     lab.notebook.wait_for_ledger(lambda line: lab.is_last(line, {}) and 1 <= line.params["step"] < 7, before)
-    lab.after(page.locator(".labkit-lab button", has_text="Reset").click, block_size=8, causal=True, step=8)
+    lab.after(lab.button("Reset").click, block_size=8, causal=True, step=8)
     page.locator(".labkit-lab .labkit-play", has_text="Play").wait_for(timeout=DRAWN_MS)
     page.wait_for_timeout(1500)
     assert stands_at(lab) == "8.0 of 10.0"

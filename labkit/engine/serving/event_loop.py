@@ -21,7 +21,7 @@ def in_own_thread(work: Coroutine[Any, Any, T]) -> T:
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
 
-    with ThreadPoolExecutor(1, "serving-load") as pool:
+    with ThreadPoolExecutor(1, "serving") as pool:
         future = pool.submit(run)
         try:
             return future.result()
