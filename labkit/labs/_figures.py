@@ -1,6 +1,5 @@
 """How every figure of the course looks: one template, one colour a technique or op family, and its static picture."""
 
-import copy
 import logging
 import math
 import threading
@@ -133,16 +132,6 @@ TEMPLATE = go.layout.Template(
 def log_range(low: float, high: float) -> tuple[float, float]:
     """Axis range for a logarithmic plotly axis, which takes exponents of ten."""
     return math.log10(low), math.log10(high)
-
-
-def keep_state(figure: go.FigureWidget) -> None:
-    """Put what the figure holds into the state that a page reads when it first draws it.
-
-    plotly sends changes as messages, which a page drops that is still loading the widget's code; without this, a lab
-    whose first result came before that would stay empty until the next one.
-    """
-    figure._widget_data = copy.deepcopy(figure._data)
-    figure._widget_layout = copy.deepcopy(figure._layout)
 
 
 _PNG_TIMEOUT_S = 25.0

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import ipywidgets as widgets
-import plotly.graph_objects as go
 from IPython.display import display
 
-from labkit.labs._figures import keep_state, to_png
+from labkit.labs._figures import to_png
+from labkit.labs._live_figure import LiveFigure
 from labkit.labs._prediction import PredictionBox
 from labkit.labs._result import LabResult, Progress, to_csv
 from labkit.labs._spec import LabSpec
@@ -48,9 +48,7 @@ class Lab(widgets.VBox):
         self._history_lock = threading.Lock()
         self._png: tuple[LabResult | None, bytes | None] = (None, None)
         self._worker = LatestWorker(self._measure)
-        self.figure = go.FigureWidget(spec.figure())
-        self.figure.layout.autosize = True
-        self.figure._config = self.figure._config | {"responsive": True, "displaylogo": False}
+        self.figure = LiveFigure(spec.figure())
         super().__init__(self._build(), layout={"width": "100%"})
         self.add_class("labkit-lab")
         for knob in spec.controls.values():
@@ -168,9 +166,8 @@ class Lab(widgets.VBox):
     def _show(self, result: LabResult) -> None:
         self.result = result
         self.numbers.value = numbers_html(result.numbers())
-        with self.figure.batch_update():
+        with self.figure.drawing():
             self.spec.draw(self.figure, result, self.finished)
-        keep_state(self.figure)
 
     def _finish(self, result: LabResult | None, run: Run, seconds: float) -> None:
         """Append to the history and the ledger; a run that was cancelled meanwhile leaves neither."""

@@ -70,6 +70,47 @@ def test_a_page_that_draws_the_figure_late_finds_all_of_it(lab):
     assert state["_widget_layout"] == lab.figure.to_dict()["layout"]
 
 
+def test_what_the_page_says_waits_while_the_figure_is_drawn(lab):
+    # What the page filled in by itself after the last drawing: plotly strikes it out of what the kernel holds.
+    answer = [{"uid": trace.uid, "opacity": 0.3, "visible": True} for trace in lab.figure.data]
+    message = {"_js2py_traceDeltas": {"trace_deltas": answer, "trace_edit_id": lab.figure._last_trace_edit_id}}
+    kernel = threading.Thread(target=lab.figure.set_state, args=[message], daemon=True)
+    with lab.figure.drawing():
+        kernel.start()
+        kernel.join(0.2)
+        assert kernel.is_alive() and lab.figure.data[0].opacity == 0.3
+        lab.figure.data[0].x = [4]
+    kernel.join(WAIT_S)
+    assert not kernel.is_alive() and lab.figure.data[0].x == (4,)
+    # The answer was to a drawing before this one, so that nothing of it is struck out.
+    assert "opacity" in lab.figure.to_dict()["data"][0]
+
+
+def test_a_page_that_answers_each_drawing_disturbs_none(lab):
+    figure, ended, failed = lab.figure, threading.Event(), []
+
+    def answer() -> None:
+        while not ended.is_set():
+            deltas = [{"uid": trace.uid, "x": [0], "name": "", "opacity": 1} for trace in figure.data]
+            said = {"trace_deltas": deltas, "trace_edit_id": figure._last_trace_edit_id}
+            try:
+                figure.set_state({"_js2py_traceDeltas": said})
+            except (RuntimeError, KeyError) as error:
+                failed.append(error)
+
+    kernel = threading.Thread(target=answer, daemon=True)
+    kernel.start()
+    try:
+        for size in range(100, 300):
+            with figure.drawing():
+                lab.spec.draw(figure, Result(Params(size), size), lab.finished)
+                figure.update_traces(opacity=0.5, name="drawn")
+    finally:
+        ended.set()
+        kernel.join(WAIT_S)
+    assert failed == []
+
+
 def test_earlier_points_stay_on_the_figure(lab):
     move(lab, 5)
     move(lab, 7)
