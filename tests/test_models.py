@@ -1,5 +1,6 @@
 """Loading models, and models with random weights."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from labkit import models
 from labkit.model_files import fits
+from labkit.model_files.convert import quiet_transformers
 from labkit.models import (
     LoadedModel,
     cached_model,
@@ -106,6 +108,29 @@ def test_threads_load_one_after_another(folder, monkeypatch):
     with ThreadPoolExecutor(3) as pool:
         loaded = list(pool.map(lambda _: load_model(folder), range(3)))
     assert most == [1] and len({id(one.model) for one in loaded}) == 3
+
+
+def test_threads_that_silence_transformers_leave_it_as_it_was():
+    from transformers.utils import logging
+
+    before, inside = logging.get_verbosity(), threading.Event()
+
+    def first() -> None:
+        with quiet_transformers():
+            inside.set()
+            time.sleep(0.3)  # longer than the second takes to come, where nothing holds it back
+
+    def second() -> None:
+        inside.wait(10)
+        with quiet_transformers():
+            one.join(10)
+
+    one, two = threading.Thread(target=first), threading.Thread(target=second)
+    for thread in (one, two):
+        thread.start()
+    for thread in (one, two):
+        thread.join(20)
+    assert logging.get_verbosity() == before and logging.is_progress_bar_enabled()
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):

@@ -71,8 +71,8 @@ class ChapterPage:
             return self._figure(output)
         if output.kind == "table":
             return f'<div class="scroll">{safe_html(output.content)}</div>'
-        if output.kind == "text" and len(output.content.splitlines()) > _OPEN_LINES:
-            return _folded(output.content, "Printed")
+        if output.kind == "text" and (lines := len(output.content.splitlines())) > _OPEN_LINES:
+            return _folded(output.content, f"{lines} lines of text")
         return f'<pre class="{output.kind}">{html.escape(output.content)}</pre>'
 
     def _figure(self, output: Output) -> str:

@@ -76,7 +76,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Read, filter and print. Returns 0, also for an empty ledger, which it says."""
+    """Read, filter and print. Returns 0, also for an empty ledger, which it says in a table's place."""
     here = select(_read(args.ledger), label=args.label, name=args.name, last=args.last)
     if args.other is None:
         table = raw_table(here) if args.form == "csv" else ledger_table(here)
@@ -88,12 +88,15 @@ def command(args: argparse.Namespace) -> int:
             "labkit: no measurement matches; run a chapter or `make bench` to make some",
             file=sys.stderr,
         )
+        if args.form == "text" and args.output is None:
+            return 0
     shown = FORMATS[args.form](table)
     if args.form == "html":
         shown = html_page("labkit: measurements", shown)
     if args.output is None:
         print(shown.rstrip("\n"))
     else:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(shown.rstrip("\n") + "\n", encoding="utf-8")
         print(f"{len(table.rows)} rows written to {args.output}")
     return 0

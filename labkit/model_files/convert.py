@@ -19,22 +19,25 @@ ONE_AT_A_TIME = threading.RLock()
 
 
 @contextlib.contextmanager
-def quiet_transformers(*, progress_bars: bool = False) -> Iterator[None]:
-    """Silence what `transformers` says while it loads; errors still raise."""
+def quiet_transformers() -> Iterator[None]:
+    """Silence what `transformers` says while it loads; errors still raise.
+
+    One at a time: of two at once the second would take the silence of the first for the setting to put back.
+    """
     from transformers.utils import logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    if not progress_bars:
+    with ONE_AT_A_TIME:
+        verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
         logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            logging.set_verbosity(verbosity)
+            if bars:
+                logging.enable_progress_bar()
 
 
 def convert_gguf(gguf: Path, folder: Path, *, rescale_seed: int) -> None:
