@@ -18,8 +18,9 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
 def probabilities(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
     """The distribution `(..., vocab)` that sampling draws from, in float32; temperature 0 is all on the first maximum.
 
-    Top-k keeps the k largest logits; top-p then keeps the fewest tokens whose probabilities reach p (Holtzman et al.,
-    2020, section 3.1), the most likely one always among them.
+    Top-k keeps the k largest logits, of equal ones the first, so that 1 is greedy at any temperature: 16-bit logits tie
+    often, and `transformers` keeps all that tie with the k-th. Top-p then keeps the fewest tokens whose probabilities
+    reach p (Holtzman et al., 2020, section 3.1), the most likely one always among them.
     """
     logits = logits.float()
     if temperature == 0:
@@ -28,8 +29,7 @@ def probabilities(logits: torch.Tensor, temperature: float, top_k: int = 0, top_
     smallest = torch.finfo(torch.float32).tiny
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, smallest)
     if top_k:
-        kth = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
+        logits = logits.masked_fill(~_largest(logits, min(top_k, logits.shape[-1])), -torch.inf)
     probs = logits.softmax(-1)
     if top_p < 1:
         ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
@@ -39,6 +39,13 @@ def probabilities(logits: torch.Tensor, temperature: float, top_k: int = 0, top_
         probs = probs.masked_fill(dropped.scatter(-1, order, dropped), 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
+
+
+def _largest(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Where the k largest of each row are, as a mask; `topk` itself does not say which of equal ones it takes."""
+    kth = logits.topk(k).values[..., -1:]
+    above, equal = logits > kth, logits == kth
+    return above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
 
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:

@@ -37,10 +37,8 @@ def numbers(result: SamplingResult) -> list[Number]:
 
 
 def _next_numbers(result: SamplingResult) -> list[Number]:
-    said, p = result.next_token, result.params
+    said = result.next_token
     of = f"of {said.vocab_size:,}"
-    if p.top_k and said.kept > p.top_k:
-        of += f"; more than {p.top_k}, since some are equally likely"
     cut = f"at this temperature: top_k {percent(said.cut_by_top_k)}, then top_p {percent(said.cut_by_top_p)}"
     own = f"the model's own: {said.own_bits:.2f}"
     return [

@@ -94,7 +94,7 @@ def _with_one(results: Sequence[SamplingResult]) -> str:
     one = next((r for r in reversed(results) if r.params.top_k == 1 and r.params.temperature > 0), None)
     if one is None:
         return "Now set top_k to 1."
-    return f"With top_k 1 at {one.params.temperature:g}: {one.alpha:.0%}, greedy again but for logits that tie."
+    return f"With top_k 1 at {one.params.temperature:g}: {one.alpha:.0%}, greedy again."
 
 
 def sampling_lab(

@@ -29,7 +29,7 @@ from labkit.labs._speculative_result import (
 from labkit.labs._speculative_trace import trace_html
 from labkit.measure import device_name
 from labkit.models import LoadedModel
-from labkit.speculative.prompts import load_prompts, typical_prompt
+from labkit.speculative.prompts import typical_prompt
 
 _TEMPERATURES = (0.0, 0.3, 0.5, 0.7, 1.0, 1.25, 1.5)
 _DEFAULT_DRAFTED, _DEFAULT_PROPOSER, _NEW_TOKENS = 3, EAGLE, 64
@@ -115,7 +115,7 @@ def speculative_lab(
     whole = "float32" if device.type == "cpu" else "bfloat16"
     if isinstance(model, LoadedModel):
         whole = str(model.model.dtype).removeprefix("torch.")
-    prompts = {kind: load_prompts(kind)[0] for kind in _PROMPTS.values()} | {"chat": typical_prompt()}
+    prompts = {kind: typical_prompt(kind) for kind in _PROMPTS.values()}
 
     def params(**values: object) -> SpeculativeParams:
         # A tree is the head's; others draft a chain whatever that switch says.

@@ -30,6 +30,16 @@ def test_greedy_is_all_on_the_first_maximum() -> None:
     assert sample(logits, 0.0, 0, 1.0, None).tolist() == [1]
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 99])
+def test_of_logits_that_tie_top_k_keeps_the_first(top_k: int) -> None:
+    logits = torch.tensor([[1.0, 5.0, 2.0, 5.0, 2.0, 5.0], [0.0] * 6], dtype=torch.bfloat16)
+    order = torch.tensor([[1, 3, 5, 2, 4, 0], [0, 1, 2, 3, 4, 5]])
+    kept = torch.zeros(2, 6, dtype=torch.bool).scatter(-1, order[:, :top_k], True)
+    assert ((probabilities(logits, 1.5, top_k) > 0) == kept).all()
+    if top_k == 1:
+        assert (probabilities(logits, 1.5, 1) == probabilities(logits, 0.0)).all()
+
+
 def test_samples_follow_the_distribution() -> None:
     logits = torch.randn(10)
     expected = probabilities(logits, 0.8, 6, 0.9)

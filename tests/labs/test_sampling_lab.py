@@ -94,7 +94,7 @@ def test_the_guess_is_answered_by_both_temperatures_of_one_setting():
         [by_hand(0.0, 0.5), by_hand(1.2, 0.6)]
     )
     one = from_cold_to_hot([*pair, by_hand(1.2, 0.9, top_k=1)])
-    assert one.endswith("With top_k 1 at 1.2: 90%, greedy again but for logits that tie.")
+    assert one.endswith("With top_k 1 at 1.2: 90%, greedy again.")
     # Measured again: as it came out last.
     assert from_cold_to_hot([*pair, by_hand(1.2, 0.9)]).startswith("it stays: 90% at 0, 90%")
 

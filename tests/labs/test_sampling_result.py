@@ -23,11 +23,6 @@ def test_the_numbers_by_hand():
     assert all("MEASURED" in number.group for number in shown.values())
 
 
-def test_more_than_k_are_kept_where_some_are_equally_likely_and_it_is_said():
-    note = {number.key: number for number in by_hand(top_k=1).numbers()}["kept"].note
-    assert note == "of 1,000; more than 1, since some are equally likely"
-
-
 def test_texts_that_are_alike_tell_as_much_as_one():
     result = by_hand(alpha=0.6)
     same = dataclasses.replace(result, texts=(result.texts[0],) * 3)

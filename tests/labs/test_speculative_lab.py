@@ -18,8 +18,7 @@ pytestmark = pytest.mark.usefixtures("fixed_speculative")
 @pytest.fixture
 def lab(ledger, monkeypatch):
     """The lab over a tiny model, with short answers; what drafts at first needs no file."""
-    monkeypatch.setattr(speculative, "load_prompts", lambda kind: (PROMPTS[kind],))
-    monkeypatch.setattr(speculative, "typical_prompt", lambda: PROMPTS["chat"])
+    monkeypatch.setattr(speculative, "typical_prompt", PROMPTS.get)
     monkeypatch.setattr(speculative, "_DEFAULT_PROPOSER", "prompt lookup")
     monkeypatch.setattr(speculative, "_NEW_TOKENS", 13)
     lab = speculative_lab(loaded(), device="cpu")
@@ -71,8 +70,7 @@ def test_draft_length_is_what_is_drafted_a_call(lab):
 
 def test_the_lab_shows_the_tokens_as_they_come(ledger, monkeypatch):
     seen = []
-    monkeypatch.setattr(speculative, "load_prompts", lambda kind: (PROMPTS[kind],))
-    monkeypatch.setattr(speculative, "typical_prompt", lambda: PROMPTS["chat"])
+    monkeypatch.setattr(speculative, "typical_prompt", PROMPTS.get)
     monkeypatch.setattr(speculative, "_DEFAULT_PROPOSER", "prompt lookup")
     monkeypatch.setattr(speculative, "trace_html", lambda r: seen.append((len(r.calls), len(r.rounds))) or "")
     lab = speculative_lab(loaded(), device="cpu")
@@ -117,8 +115,7 @@ def test_a_failure_is_shown_and_the_next_move_works(lab, monkeypatch):
 
 
 def test_a_proposer_that_cannot_be_had_is_one_line_and_another_works(ledger, monkeypatch, tmp_path):
-    monkeypatch.setattr(speculative, "load_prompts", lambda kind: (PROMPTS[kind],))
-    monkeypatch.setattr(speculative, "typical_prompt", lambda: PROMPTS["chat"])
+    monkeypatch.setattr(speculative, "typical_prompt", PROMPTS.get)
     lab = speculative_lab(loaded(), device="cpu", head=tmp_path / "none.safetensors")
     assert lab.wait(WAIT_S)
     assert "proposer: got &#x27;EAGLE head&#x27;, which cannot draft here" in lab.status.text
