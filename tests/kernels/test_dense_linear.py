@@ -20,7 +20,9 @@ def test_batched_errs_no_more_than_the_plain_call(rows: tuple[int, ...], shape: 
     got = dense_linear(x, weight, b, backend="batched")
     assert got.shape == (*rows, shape[0]) and got.dtype == torch.float32
     plain_error = (F.linear(x, weight, b) - exact).abs().max()
-    assert (got - exact).abs().max() <= 2 * plain_error + 1e-6
+    # Or no more than one running sum in float32: some libraries sum the plain call in blocks, which errs less.
+    running_sum = shape[1] * torch.finfo(torch.float32).eps / 2
+    assert (got - exact).abs().max() <= 2 * plain_error + running_sum + 1e-6
 
 
 def test_batched_takes_a_strided_input() -> None:
