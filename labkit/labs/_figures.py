@@ -134,6 +134,32 @@ def log_range(low: float, high: float) -> tuple[float, float]:
     return math.log10(low), math.log10(high)
 
 
+_MOST_DECADES_IN_STEPS, _MOST_DECADES, _OWN_BELOW = 3, 10, 0.66
+
+
+def log_ticks(values: Sequence[float]) -> dict[str, list[object]]:
+    """`tickvals` and `ticktext` of a logarithmic axis that shows these positive values: 1, 2 and 5 of each decade, or
+    over more than three decades the powers of ten alone. plotly's own have digits 2 to 9, which run into one another;
+    over less than two thirds of a decade it writes numbers out, and is left to it.
+    """
+    low, high = math.log10(min(values)), math.log10(max(values))
+    if high - low < _OWN_BELOW:
+        return {}
+    decades = range(math.floor(low) - 1, math.ceil(high) + 1)
+    every = max(1, math.ceil((high - low) / _MOST_DECADES))
+    steps = (1, 2, 5) if high - low <= _MOST_DECADES_IN_STEPS else (1,)
+    past = 0.07 * (high - low)  # plotly draws an axis a little past what it shows
+    marks = [(step, decade) for decade in decades if decade % every == 0 for step in steps]
+    shown = [(s, d) for s, d in marks if low - past <= math.log10(s) + d <= high + past]
+    return {"tickvals": [s * 10.0**d for s, d in shown], "ticktext": [_tick_text(s, d) for s, d in shown]}
+
+
+def _tick_text(step: int, decade: int) -> str:
+    if -4 < decade < 6:
+        return f"{step * 10**decade:,}" if decade >= 0 else f"{step * 10.0**decade:.{-decade}f}"
+    return f"{step}·10<sup>{decade}</sup>" if step > 1 else f"10<sup>{decade}</sup>"
+
+
 _PNG_TIMEOUT_S = 25.0
 _png_broken = threading.Event()
 

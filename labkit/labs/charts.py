@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from labkit import _check
 from labkit._table import readable
-from labkit.labs._figures import COLOURS, INK, MAGNITUDES, TEMPLATE, line_looks, to_png
+from labkit.labs._figures import COLOURS, INK, MAGNITUDES, TEMPLATE, line_looks, log_ticks, to_png
 from labkit.labs._roofline_result import FAMILIES
 from labkit.measure import Timing
 
@@ -105,7 +105,9 @@ def curves(
     # Logarithmic both ways, as a roofline is: what grows in proportion is a straight line, and a limit bends it.
     ticks = {"type": "log", "tickvals": list(x), "ticktext": [f"{value:g}" for value in x]} if log_x else {}
     figure.update_xaxes(title=x_title, **ticks)
-    figure.update_yaxes(title=y_title, type="log" if log_y else "linear")
+    shown = [value for y in lines.values() for value in y if value > 0]
+    steps = {"type": "log", **log_ticks(shown)} if log_y and shown else {"type": "log" if log_y else "linear"}
+    figure.update_yaxes(title=y_title, **steps)
     rows = [f"{x_title:<24}" + "".join(f"{value:>10g}" for value in x)]
     rows += [f"{name:<24}" + "".join(f"{value:>10.3g}" for value in y) for name, y in lines.items()]
     return Chart(figure, "\n".join([title, *rows]))

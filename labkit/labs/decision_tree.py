@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import plotly.graph_objects as go
 
 from labkit import _check
@@ -11,8 +13,10 @@ from labkit.labs._figures import COLOURS, INK, MUTED, TEMPLATE
 from labkit.labs.charts import Chart
 from labkit.labs.ladder_chart import RUNG_COLOURS
 
-_ROW, _WIDTH, _GAP = 1.0, 1.0, 0.16
-_COMPLAINT_WIDTH, _ROOT_WIDTH = 2.2, 1.1
+_ROW, _WIDTH, _GAP = 1.0, 1.0, 0.12
+_COMPLAINT_WIDTH, _ROOT_WIDTH = 1.5, 0.8
+# "speculation", the longest word in a box, fills four fifths of one where the figure is 900 pixels wide.
+_FONT, _COMPLAINT_CHARS = 12, 16
 
 
 def decision_tree(advice: Advice | None = None) -> Chart:
@@ -31,7 +35,8 @@ def decision_tree(advice: Advice | None = None) -> Chart:
         y = -_ROW * row
         left = -_COMPLAINT_WIDTH - _GAP
         _line(figure, root + _ROOT_WIDTH, middle, left, y)
-        _box(figure, left, y, _COMPLAINT_WIDTH, branch.complaint, fill="white")
+        complaint = "<br>".join(textwrap.wrap(branch.complaint, _COMPLAINT_CHARS))
+        _box(figure, left, y, _COMPLAINT_WIDTH, complaint, fill="white")
         for place, rung in enumerate(branch.rungs):
             x = place * (_WIDTH + _GAP)
             _line(figure, x - _GAP, y, x, y)
@@ -81,7 +86,7 @@ def _box(
     # The fill is light enough to read on; the edge is the colour itself.
     figure.add_shape(type="rect", fillcolor=fill, opacity=0.35, line_width=0, layer="below", **size)
     figure.add_shape(type="rect", line={"color": edge, "width": 2}, layer="below", **size)
-    font = {"color": ink, "size": 13}
+    font = {"color": ink, "size": _FONT}
     figure.add_annotation(x=x + width / 2, y=y, text=text, showarrow=False, font=font)
 
 

@@ -25,6 +25,8 @@ RUNG_COLOURS = {
     "speculation": "speculation",
 }
 _HEIGHT = 600
+# Room at the right end of either half for a column of figures, where no bar and no mark runs through them.
+_PAST_MARKS, _PAST_BARS = 2.4, 1.4
 _TICKS = [0.5, 1, 2, 4, 8, 16, 32, 64, 128]
 
 
@@ -41,13 +43,10 @@ def ladder_chart(ladder: Ladder, popular: Sequence[PopularRung] = POPULAR) -> Ch
     # The head is INT8 as the matrices are: told apart by its hatching.
     hatched = ["/" if step.rungs[-1:] == ("int8_head",) else "" for step in steps]
     marker = {"color": colours, "pattern": {"shape": hatched, "fgcolor": INK}}
-    bars = {"orientation": "h", "y": titles, "marker": marker, "cliponaxis": False}
-    figure.add_bar(
-        x=speeds, text=[f"{s:.2f}x" for s in speeds], textposition="outside", name="measured", col=1, row=1, **bars
-    )
+    bars = {"orientation": "h", "y": titles, "marker": marker}
+    figure.add_bar(x=speeds, name="measured", col=1, row=1, **bars)
     shares = [100 * step.peak_bytes / ladder.baseline.peak_bytes for step in steps]
-    options = {"text": [f"{s:.0f}%" for s in shares], "textposition": "outside", "showlegend": False}
-    figure.add_bar(x=shares, col=2, row=1, **options, **bars)
+    figure.add_bar(x=shares, showlegend=False, col=2, row=1, **bars)
     _ceilings(figure, ladder, steps, titles)
     _popular(figure, popular, {step.rungs[-1] if step.rungs else "": _title(step) for step in steps})
     figure.update_layout(template=TEMPLATE, title=_heading(ladder), height=_HEIGHT, bargap=0.35, margin_b=150)
@@ -55,15 +54,21 @@ def ladder_chart(ladder: Ladder, popular: Sequence[PopularRung] = POPULAR) -> Ch
     # Logarithmic: the ceilings rise far above what is reached, and equal gains are equal lengths.
     ceilings = [step.ceiling / ladder.baseline.tokens_per_second for step in steps if step.ceiling is not None]
     most = max([*speeds, *ceilings, *(rung.speed for rung in popular)])
-    axis = {
-        "type": "log",
-        "range": log_range(0.5, 1.4 * most),
-        "tickvals": _TICKS,
-        "ticktext": [f"{x:g}" for x in _TICKS],
-    }
+    shown = [x for x in _TICKS if x <= most]
+    ticks = {"tickvals": shown, "ticktext": [f"{x:g}" for x in shown]}
+    axis = {"type": "log", "range": log_range(0.5, _PAST_MARKS * most), **ticks}
+    highest = max([*shares, *(100 * rung.memory for rung in popular if rung.memory is not None)])
+    _column(figure, titles, _PAST_MARKS * most, [f"{s:.2f}x" for s in speeds], col=1)
+    _column(figure, titles, _PAST_BARS * highest, [f"{s:.0f}%" for s in shares], col=2)
     figure.update_xaxes(title="times the baseline's tokens a second", col=1, row=1, **axis)
-    figure.update_xaxes(title="peak memory, % of it", range=[0, 135], col=2, row=1)
+    figure.update_xaxes(title="peak memory, % of it", range=[0, _PAST_BARS * highest], col=2, row=1)
     return Chart(figure, "\n".join([_heading(ladder), repr(ladder)]))
+
+
+def _column(figure: go.Figure, titles: Sequence[str], x: float, texts: Sequence[str], *, col: int) -> None:
+    """What each bar says in figures, right-aligned at `x`."""
+    said = {"text": list(texts), "textposition": "middle left", "mode": "text", "showlegend": False}
+    figure.add_scatter(x=[x] * len(titles), y=titles, hoverinfo="skip", col=col, row=1, **said)
 
 
 def _title(step: LadderStep) -> str:

@@ -1,5 +1,7 @@
 """Charts outside a lab: what they draw, and the three forms that a notebook keeps."""
 
+import math
+
 import pytest
 
 from labkit.labs import charts
@@ -79,3 +81,28 @@ def test_the_bundle_has_text_a_picture_where_one_can_be_drawn_and_the_figure(mon
 def test_refusals(call: object, named: str) -> None:
     with pytest.raises(ValueError, match=f"^{named}: got"):
         call()
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ([0.6, 55.0], "0.5 1 2 5 10 20 50".split()),
+        ([70.0, 750.0], "100 200 500".split()),
+        ([0.02, 3.0], "0.02 0.05 0.1 0.2 0.5 1 2".split()),
+        ([1e3, 2e8], ["1,000", "10,000", "100,000", "10<sup>6</sup>", "10<sup>7</sup>", "10<sup>8</sup>"]),
+    ],
+)
+def test_ticks_of_a_logarithmic_axis_are_written_out_and_stand_apart(values, texts):
+    axis = curves([1, 2], {"a": values}, title="t", x_title="x", y_title="y").figure.layout.yaxis
+    assert axis.type == "log" and list(axis.ticktext) == texts
+    places = [math.log10(value) for value in axis.tickvals]
+    # A label is some 20 of the 270 pixels that the axis is high.
+    apart = min(b - a for a, b in zip(places, places[1:], strict=False))
+    assert apart > 20 / 270 * (math.log10(values[1]) - math.log10(values[0]))
+
+
+def test_an_axis_of_many_decades_has_at_most_a_dozen_ticks_and_a_short_one_is_plotlys_own():
+    wide = curves([1, 2], {"a": [1e-12, 1e12]}, title="t", x_title="x", y_title="y").figure.layout.yaxis
+    assert 8 <= len(wide.tickvals) <= 12
+    short = curves([1, 2], {"a": [100.0, 110.0]}, title="t", x_title="x", y_title="y").figure.layout.yaxis
+    assert short.type == "log" and short.tickvals is None

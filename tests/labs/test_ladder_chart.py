@@ -1,5 +1,7 @@
 """The ladder and the decision tree as figures say what the numbers say."""
 
+import math
+
 import pytest
 
 from labkit.engine.advisor import TREE, Constraint, advise
@@ -54,6 +56,19 @@ def test_ceilings_are_on_the_same_axis(ladder):
     assert list(marks.x) == [3.0, 3.0, 11.0]
     low, high = ladder_chart(ladder).figure.layout.xaxis.range
     assert 10**low <= 1 and 10**high >= 11
+
+
+def test_figures_stand_in_a_column_that_no_bar_or_mark_reaches(ladder):
+    figure = ladder_chart(ladder).figure
+    for axis, texts, width in (("x", ["1.00x", "2.00x", "4.00x"], 430), ("x2", ["100%", "100%", "30%"], 220)):
+        (column,) = [t for t in figure.data if t.type == "scatter" and t.mode == "text" and t.xaxis == axis]
+        assert list(column.text) == texts and len(set(column.x)) == 1
+        reached = max(x for t in figure.data if t.xaxis == axis and t is not column for x in t.x)
+        place, (low, high) = reached, figure.layout[axis.replace("x", "xaxis")].range
+        if axis == "x":
+            place = math.log10(reached)
+        # A text ends at the half's right end and is 45 of its pixels wide.
+        assert (high - place) / (high - low) * width > 45
 
 
 def test_the_text_is_the_table_with_what_was_left_out(ladder):
