@@ -1,5 +1,10 @@
 """`python -m labkit run`: notebooks run headless, and every way in which one can fail is in the report."""
 
+import os
+import signal
+import threading
+import time
+
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
@@ -176,3 +181,19 @@ def test_a_file_that_is_no_notebook_fails_alone(folder, capsys):
     assert main(["run"]) == 1
     out = capsys.readouterr().out
     assert "00_broken: FAILED" in out and "it is not a notebook" in out and "01_good: ok" in out
+
+
+def test_ctrl_c_in_the_middle_of_a_chapter_says_that_it_stopped(folder, capsys, tmp_path):
+    started = tmp_path / "started"
+    write(folder, "00_long", f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(60)")
+
+    def press() -> None:
+        for _ in range(600):
+            if started.exists():
+                break
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+    assert main(["run"]) == 130
+    assert capsys.readouterr().err == "labkit: stopped\n"

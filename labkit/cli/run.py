@@ -126,7 +126,12 @@ def run_notebook(path: Path, *, cell_timeout_s: float = 600.0, save_to: Path | N
             # The kernel's own folder is notebooks/: this checkout's labkit comes first, installed or not.
             paths = [str(DATA.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
             client.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
-        except (CellControlSignal, RuntimeError, NoSuchKernel) as error:
+        except Exception as error:
+            # nbclient takes Ctrl-C for itself: it stops the kernel, and then fails over its being gone.
+            if getattr(client, "_async_cleanup_kernel_future", None) is not None:
+                raise KeyboardInterrupt from error
+            if not isinstance(error, CellControlSignal | RuntimeError | NoSuchKernel):
+                raise
             run = replace(run, ok=False, **_what_stopped_it(notebook, reached[-1], error))
     if save_to is not None:
         save_to.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """`Decoder`: prefill, then one token at a time, over a KV cache; on a GPU, over a static one, from a CUDA graph."""
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from numbers import Integral
 
@@ -26,6 +25,7 @@ from labkit.engine.graph import MAX_TOKENS, DecodeGraphs
 from labkit.engine.placement import rotary_table, step_input
 from labkit.engine.sampling import check_sampling, sample, seeded_generator, stop_ids
 from labkit.engine.step import check_model, collect_ops, no_mark, run_step
+from labkit.engine.turns import Turn, one_at_a_time
 from labkit.kv_cache.interface import DecoderCache
 from labkit.models import LoadedModel, plain_model
 
@@ -35,24 +35,13 @@ __all__ = ["Decoder", "GenerationResult"]
 _GROWTH = 256
 
 
-def _one_at_a_time(method: Callable[..., object]) -> Callable[..., object]:
-    """Threads that share a Decoder take turns: two that wrote to one cache at once would both read wrong tokens."""
-
-    @functools.wraps(method)
-    def turn(self: "Decoder", *args: object, **kwargs: object) -> object:
-        with self.turn:
-            return method(self, *args, **kwargs)
-
-    return turn
-
-
 class Decoder:
     """Runs a Llama-family `transformers` model (or a `LoadedModel`) step by step.
 
     `cache`: a static one, made and grown as needed, unless one is given: static, or any `DecoderCache`, which a step
     reads where it lies (quantized values, blocks). `cuda_graph` None means: where there is a GPU and the cache is
     static. The model's modules are looked up here, once: after replacing some (quantizing in place), make a new
-    Decoder. Errors: ValueError for a model whose step this does not compute exactly.
+    Decoder; hooks on them are not called. Errors: ValueError for a model whose step this does not compute exactly.
     """
 
     def __init__(
@@ -64,7 +53,7 @@ class Decoder:
     ) -> None:
         self.model = check_model(plain_model(model))
         self._ops = collect_ops(self.model)
-        self.turn = threading.RLock()  # for whoever takes several steps that belong together
+        self.turn = Turn()  # for whoever takes several steps that belong together
         # Of the first parameter that is a number still: packed weights have no dtype to compute in.
         self.device, self.dtype = self.model.device, self.model.dtype
         self._graphs = DecodeGraphs() if check_cuda_graph(cuda_graph, cache, self.device) else None
@@ -98,6 +87,7 @@ class Decoder:
         if self._graphs is not None:
             self._graphs.clear()
 
+    @one_at_a_time
     def reserve(self, batch: int, max_length: int) -> None:
         """Make room for `max_length` tokens of `batch` rows, keeping what is held if the batch is the same.
 
@@ -121,6 +111,7 @@ class Decoder:
             self.cache = None
             self._adopt(kind(self.model.config, batch, rounded, dtype=self.dtype, device=self.device))
 
+    @one_at_a_time
     def crop(self, length: Lengths) -> None:
         """Forget every token from `length` on; the next step continues from there.
 
@@ -139,6 +130,7 @@ class Decoder:
         else:
             self.cache.crop_to(max(lengths, default=0))
 
+    @one_at_a_time
     def keep(self, start: Lengths, paths: Sequence[Sequence[int]]) -> None:
         """After a tree: of row b's tokens from `start[b]` on hold those at `start[b] + i` for each i of `paths[b]`, one
         after another, and forget the others.
@@ -153,10 +145,12 @@ class Decoder:
         check_ragged("paths", [begin + len(path) for begin, path in zip(starts, checked, strict=True)], cache)
         cache.keep(starts, checked)
 
+    @one_at_a_time
     def reset(self) -> None:
         """Forget all tokens."""
         self.crop(0)
 
+    @one_at_a_time
     @torch.inference_mode()
     def fill_cache(self, batch: int, length: int, seed: int = 0) -> None:
         """Hold `length` random tokens' K and V for `batch` rows: to time a step at a context without a prefill."""
@@ -172,7 +166,7 @@ class Decoder:
     def _check_tokens(self, name: str, tokens: torch.Tensor) -> torch.Tensor:
         return check_tokens(name, tokens, self.model.config.vocab_size, self.device)
 
-    @_one_at_a_time
+    @one_at_a_time
     @torch.inference_mode()
     def forward(
         self,
@@ -214,7 +208,6 @@ class Decoder:
         self.cache.advance(q_len)
         return (logits, hidden) if return_hidden else logits
 
-    @_one_at_a_time
     def generate(
         self,
         input_ids: torch.Tensor,
@@ -241,7 +234,8 @@ class Decoder:
         _check.integer("max_new_tokens", max_new_tokens, 1, max(1, room))
         stop = stop_ids(eos_token_id, self.model.config.vocab_size, self.device)
         generator = seeded_generator(self.device, seed)
-        self.reset()
-        self.reserve(batch, prompt + max_new_tokens)
         pick = functools.partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        return continue_prompt(self, input_ids, max_new_tokens, pick=pick, stop=stop, streamer=streamer)
+        with self.turn.generating():
+            self.reset()
+            self.reserve(batch, prompt + max_new_tokens)
+            return continue_prompt(self, input_ids, max_new_tokens, pick=pick, stop=stop, streamer=streamer)

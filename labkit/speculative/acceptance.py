@@ -103,6 +103,12 @@ def accept_greedy(drafts: torch.Tensor, targets: torch.Tensor) -> Verdict:
     return Verdict(n_accepted, targets.gather(1, n_accepted[:, None]).squeeze(1))
 
 
+def _check_distribution(name: str, probs: torch.Tensor) -> None:
+    total = probs.sum(-1, dtype=torch.float32)
+    usable = bool(((total - 1).abs() < _OFF_ONE).all()) and bool((probs >= 0).all())
+    _check.require(usable, name, "probabilities that do not sum to 1", "a distribution in each row")
+
+
 @dataclass(frozen=True)
 class Drafted:
     """A checked chain with what a rule compares: `p_x`, `q_x` `(batch, k)`, float64, the probabilities of the drafted
@@ -129,9 +135,8 @@ class Drafted:
             wanted = (batch, k, vocab)
             _check.require(tuple(q.shape) == wanted, "q", f"shape {tuple(q.shape)}", f"(batch, k, vocab) = {wanted}")
             # With another q the rule would let drafts in that are none of the target's.
-            total = q.sum(-1, dtype=torch.float32)
-            usable = bool(((total - 1).abs() < _OFF_ONE).all()) and bool((q >= 0).all())
-            _check.require(usable, "q", "probabilities that do not sum to 1", "a distribution in each row")
+            _check_distribution("q", q)
+        _check_distribution("p", p)
         if drafts.device.type == "cpu" and drafts.numel():
             low, high = map(int, drafts.aminmax())
             _check.require(0 <= low and high < vocab, "drafts", f"ids {low} to {high}", f"0 to {vocab - 1}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -92,6 +93,9 @@ def _check_asked(config: GenerationConfig, model_kwargs: dict[str, object]) -> N
     mask = model_kwargs.get("attention_mask")
     padded = mask is not None and not bool((mask == 1).all())
     _check.require(not padded, "attention_mask", "a batch with padding", "prompts of one length, all ones")
+    places = model_kwargs.get("position_ids")
+    counted = places is None or bool((places == torch.arange(places.shape[-1], device=places.device)).all())
+    _check.require(counted, "position_ids", "others", "None, or 0, 1, 2 and on: places are counted from the start")
     embeds = model_kwargs.get("inputs_embeds") is not None
     _check.require(not embeds, "inputs_embeds", "embeddings", "None: give input_ids")
 
@@ -119,8 +123,18 @@ def _sampling(processors: Sequence[object], do_sample: bool) -> Sampling:
     if not do_sample:  # none of them changes which logit is the largest
         return Sampling()
     found = dict(zip(places, processors, strict=True))
+    _check_warpers(processors)
     temperature = found[0].temperature if 0 in found else 1.0
     return Sampling(temperature, found[1].top_k if 1 in found else 0, found[2].top_p if 2 in found else 1.0)
+
+
+def _check_warpers(processors: Sequence[object]) -> None:
+    """What a caller's own warper does beside its one number is not done here."""
+    for processor in processors:
+        least, filled = getattr(processor, "min_tokens_to_keep", 1), getattr(processor, "filter_value", -math.inf)
+        plain = least == 1 and filled == -math.inf
+        got = f"{type(processor).__name__} with min_tokens_to_keep={least}, filter_value={filled:g}"
+        _check.require(plain, "logits_processor", got, "min_tokens_to_keep=1 and filter_value=-inf")
 
 
 def _ends(criteria: Sequence[object], prompt: int) -> tuple[int, list[int]]:
@@ -142,6 +156,8 @@ def _ends(criteria: Sequence[object], prompt: int) -> tuple[int, list[int]]:
 def _cache(given: object) -> DecoderCache | None:
     """A cache that a Decoder reads, if the caller gave one; `transformers` makes an empty one of its own for nobody."""
     if isinstance(given, DecoderCache):
+        takes = "an empty one: the prompt is read from its start"
+        _check.require(given.length == 0, "past_key_values", f"a cache of {given.length} tokens", takes)
         return given
     empty = given is None or (type(given) is DynamicCache and given.get_seq_length() == 0)
     takes = "none, or one that a Decoder can read, such as labkit.kv_cache.QuantizedCache"

@@ -57,7 +57,7 @@ class SpeculativeLoop:
             self.streamer.put(input_ids.cpu())
         times = []
         # Steps of another thread in between would be read as this one's.
-        with self.decoder.turn, track_peak(self.decoder.device) as peak:
+        with self.decoder.turn.generating(), track_peak(self.decoder.device) as peak:
             synchronize(self.decoder.device)
             begin = time.perf_counter()
             self.read_prompt(input_ids)
@@ -125,12 +125,16 @@ class SpeculativeLoop:
         self._tell(hidden, kept)
 
     def draft(self) -> Proposal:
-        """At most γ tokens, and none that no running row has room for: the last token is the target's own."""
+        """At most γ tokens, and none that no running row has room for: the last token is the target's own. Of a tree
+        every node takes a place of the cache, until its path is known."""
         shortest = min(len(row) for row, runs in zip(self.rows, self.running, strict=True) if runs)
         room = self.decoder.model.config.max_position_embeddings - max(map(len, self.rows))
         n = min(self.gamma, self.limit - shortest - 1, room)
         if n > 0:
-            return self.proposer.propose(self.rows, n)
+            proposal = self.proposer.propose(self.rows, n)
+            if proposal.tree is None or len(proposal.tree) <= room:
+                return proposal
+            return Proposal(proposal.tokens[:, :room], tree=proposal.tree.first(room))
         return Proposal(torch.zeros(len(self.rows), 0, dtype=torch.int64, device=self.decoder.device))
 
     def _verdict(self, proposal: Proposal, logits: Tensor) -> tuple[list[list[int]], list[int]]:

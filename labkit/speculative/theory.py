@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # Of the acceptance that `required_alpha` finds: below what any run can tell apart.
 _BISECTIONS = 60
+# Far past any draft: each term of the sum is a drafted token.
+_MOST_DRAFTED = 1_000_000
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -27,7 +29,7 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     the sum, which loses nothing near α = 1.
     """
     alpha = _check.number("alpha", alpha, 0.0, 1.0)
-    return math.fsum(alpha**i for i in range(_check.integer("gamma", gamma, 0) + 1))
+    return math.fsum(alpha**i for i in range(_check.integer("gamma", gamma, 0, _MOST_DRAFTED) + 1))
 
 
 def expected_speedup(alpha: float, gamma: int, draft_cost: float, verify_cost: float = 1.0) -> float:

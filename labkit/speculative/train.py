@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from labkit import _check
 from labkit._progress import say
 from labkit._threads import set_threads
 from labkit.hardware import detect_device
@@ -46,9 +48,25 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make data, train, measure. Returns the exit status."""
+    """Make data, train, measure. Returns the exit status: 0 done, 2 it could not be asked for like that."""
     args = parser().parse_args(arguments)
+    try:
+        return _run(args)
+    except (ValueError, OSError) as error:
+        print(f"train: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
     config = HeadTrainingConfig(**{name: getattr(args, name) for name in asdict(HeadTrainingConfig())})
+    # All before the target is loaded, and long before the head is trained.
+    _check.integer("--tokens", args.tokens, 1)
+    _check.integer("--answer-length", args.answer_length, 1)
+    if args.prompts is not None:
+        _check.integer("--prompts", args.prompts, 1)
+    if args.threads is not None:
+        _check.integer("--threads", args.threads, 1, os.cpu_count() or 1)
+    args.out.mkdir(parents=True, exist_ok=True)
     device = detect_device()
     if device.type == "cpu":
         set_threads(None if args.threads is None else [args.threads])

@@ -99,6 +99,10 @@ class DraftTree:
             mask[node] |= mask[parent]
         return mask
 
+    def first(self, nodes: int) -> DraftTree:
+        """The first `nodes` of them: a tree too, since a node's parent stands before it."""
+        return DraftTree(self.parents[: _check.integer("nodes", nodes, 0, len(self))])
+
     def cut(self, depth: int) -> DraftTree:
         """The nodes at most `depth` steps from the root, in the same order; the tree itself where none is deeper."""
         if _check.integer("depth", depth, 0) >= self.depth:

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 MODEL = "stand-in"
 # Arguments of a short run.
-QUICK = {"num_prompts": 4, "num_warmups": 0, "max_tokens": 3}
+QUICK = {"num_prompts": 4, "num_warmups": 0, "max_tokens": 6}
 
 
 @dataclass
@@ -30,6 +30,9 @@ class StandIn:
     cut: frozenset[int] = frozenset()
     # A last piece without text, for an end-of-sequence token, so many seconds after the last text.
     silent_end_s: float | None = None
+    # A line that is none of the answer, again and again, in the place of its tokens.
+    keeps_alive: bool = False
+    counts: int | None = None  # tokens of an answer, where it counts otherwise than it sends
     # What an answer is made inside of.
     around_answer: Callable[[], AbstractContextManager] = nullcontext
     # Requests wait until so many are there.
@@ -111,6 +114,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
+        while self.stand_in.keeps_alive:
+            time.sleep(0.02)
+            self.wfile.write(b"b\r\n: nothing\n\n\r\n")
+            self.wfile.flush()
         for piece in self.pieces(number, body):
             data = f"data: {piece if isinstance(piece, str) else json.dumps(piece)}\n\n".encode()
             self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
@@ -136,7 +143,11 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(at.silent_end_s)
             yield _piece(chat, "", "stop")
         if at.usage and (body.get("stream_options") or {}).get("include_usage"):
-            yield {"object": "chunk", "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": at.tokens}}
+            yield {
+                "object": "chunk",
+                "choices": [],
+                "usage": {"prompt_tokens": 7, "completion_tokens": at.counts or at.tokens},
+            }
         yield "[DONE]"
 
 

@@ -30,6 +30,22 @@ def test_failures_are_counted_and_named():
     assert all(line.params["failed"] == 4 for line in result.measurements())
 
 
+def test_a_server_that_sends_anything_but_an_answer_does_not_hold_a_run():
+    begin = time.monotonic()
+    with running(keeps_alive=True) as stand_in:
+        server = find_server(stand_in.url)
+        result = measure_serving(server, ["Hello"], concurrency=1, timeout_s=0.3, **QUICK | {"num_prompts": 2})
+    assert result.levels[0].failed == 2 and time.monotonic() - begin < 10
+    assert "nothing of an answer in 0.6 s" in repr(result)
+
+
+@pytest.mark.parametrize("more", [{"tokens": 100_000}, {"counts": 10**7}])
+def test_a_server_that_sends_or_counts_more_than_was_asked_for_has_failed(more):
+    with running(**more) as stand_in:
+        result = measure_serving(find_server(stand_in.url), ["Hello"], concurrency=1, **QUICK | {"num_prompts": 1})
+    assert result.levels[0].failed == 1 and "more than the 6 tokens" in repr(result)
+
+
 def test_a_server_that_fails_every_request_gives_no_latency():
     with running(refused=set(range(9))) as stand_in:
         result = measure_serving(find_server(stand_in.url), ["Hello"], concurrency=1, **QUICK)

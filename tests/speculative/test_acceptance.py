@@ -237,8 +237,9 @@ IDS, P, Q = torch.zeros(2, 3, dtype=torch.int64), torch.full((2, 4, 5), 0.2), to
         ((IDS - 1, None, P, rng()), "drafts: got 'ids -1"),
         ((IDS, Q, P.bfloat16(), rng()), "p: got"),
         ((IDS, Q, P, None), "generator: got"),
-        ((IDS, Q, P * torch.nan, rng()), "p: got 'probabilities that sum to 0, NaN"),
-        ((IDS, None, P * 0, rng()), "p: got 'probabilities that sum to 0, NaN"),
+        ((IDS, Q, P * torch.nan, rng()), "p: got 'probabilities that do not sum to 1"),
+        ((IDS, None, P * 0, rng()), "p: got 'probabilities that do not sum to 1"),
+        ((IDS, Q, P * 7, rng()), "p: got 'probabilities that do not sum to 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: tuple, message: str) -> None:

@@ -6,9 +6,10 @@ import torch
 from labkit.engine import Decoder
 from labkit.kv_cache import PagedKVCache, QuantizedCache
 from labkit.models import tiny_model
-from labkit.speculative import PromptLookup, Proposal, generate
+from labkit.speculative import DraftTree, EagleHead, PromptLookup, Proposal, generate
 from tests.speculative.distribution import chi_square_p_value, counted
 from tests.speculative.drafters import Listening, ListeningTree, RandomDrafts, Scripted, ScriptedTree
+from tests.speculative.heads import head_for
 
 VOCAB, NEW = 256, 24
 
@@ -180,6 +181,16 @@ def test_the_models_last_position(model):
         generate(small, ids, drafter, max_new_tokens=22, num_assistant_tokens=6)
 
 
+def test_a_tree_at_the_models_last_position(model):
+    """Every node takes a place of the cache, where a path of it takes fewer."""
+    small = tiny_model(max_position_embeddings=24)
+    ids = torch.tensor([[5, 6, 7]])
+    head = EagleHead(head_for(small), DraftTree.of_ranks([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)]))
+    for gamma in (1, 2):
+        out = generate(small, ids, head, max_new_tokens=21, num_assistant_tokens=gamma)
+        assert torch.equal(out.sequences, plain(small, ids, 21))
+
+
 def scripts_of_room(model, ids, new):
     return plain(model, ids, new)[:, ids.shape[1] :].tolist()
 
@@ -231,6 +242,41 @@ def test_over_a_paged_cache_with_a_prefix_at_hand(model, prompts):
     again = generate(decoder, ids, drafter, max_new_tokens=NEW, num_assistant_tokens=3).sequences
     assert torch.equal(first, plain(model, ids))
     assert torch.equal(again, first)
+
+
+def test_what_a_cache_cannot_hold_is_refused_before_the_first_pass(model, prompts):
+    quantized, streamer = QuantizedCache(model.config, 8, 16, 32), Recorder()
+    with pytest.raises(ValueError, match="^cache: got 'a QuantizedCache for 3 rows'; takes a StaticKVCache, or one"):
+        generate(model, prompts, PromptLookup(), max_new_tokens=9, num_assistant_tokens=3, cache=quantized)
+    with pytest.raises(ValueError, match="^cache: got 'a QuantizedCache for 3 rows'"):
+        generate(
+            model, prompts, PromptLookup(), max_new_tokens=9, num_assistant_tokens=0, cache=quantized, eos_token_id=3
+        )
+    paged = PagedKVCache(model.config, num_blocks=32, block_size=8, dtype=torch.float32)
+    head = EagleHead(head_for(model), DraftTree.of_ranks([(0,), (1,)]))
+    with pytest.raises(ValueError, match="^cache: got 'PagedKVCache'; takes a StaticKVCache or a QuantizedCache"):
+        generate(model, prompts[:1], head, max_new_tokens=9, num_assistant_tokens=1, cache=paged, streamer=streamer)
+    assert streamer.put_values == []
+
+
+@pytest.mark.parametrize("how", ["speculative", "plain"])
+def test_a_streamer_that_decodes_with_the_same_decoder_is_refused(model, prompts, how):
+    decoder, ids = Decoder(model), prompts[:1]
+
+    class Calling(Recorder):
+        def put(self, value):
+            super().put(value)
+            if len(self.put_values) == 3:
+                decoder.generate(ids, max_new_tokens=2)
+
+    def run(streamer):
+        if how == "plain":
+            return decoder.generate(ids, max_new_tokens=9, streamer=streamer)
+        return generate(decoder, ids, PromptLookup(), max_new_tokens=9, num_assistant_tokens=2, streamer=streamer)
+
+    with pytest.raises(ValueError, match="decoder: got .* takes another Decoder"):
+        run(Calling())
+    assert torch.equal(run(None).sequences, plain(model, ids, 9))
 
 
 class Recorder:

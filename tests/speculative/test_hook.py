@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, MinLengthLogitsProcessor, TopKLogitsWarper
+from transformers import DynamicCache, MinLengthLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation import MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -116,6 +116,9 @@ def test_top_k_is_honoured() -> None:
     ({"do_sample": True, "min_p": 0.1}, "logits_processor: got 'MinPLogitsWarper'"),
     ({"logits_processor": [MinLengthLogitsProcessor(3, 1)]}, "logits_processor: got 'MinLength"),
     ({"stopping_criteria": [MaxTimeCriteria(9.0)]}, "stopping_criteria: got 'MaxTimeCriteria'; takes a length"),
+    ({"position_ids": torch.zeros(2, 10, dtype=torch.long)}, "position_ids: got 'others'"),
+    ({"do_sample": True, "top_k": 0, "logits_processor": [TopPLogitsWarper(0.1, min_tokens_to_keep=5)]},
+     "logits_processor: got 'TopPLogitsWarper with min_tokens_to_keep=5"),
     ({"num_beams": 2}, "generation_config: got \"the mode 'beam_search'\""),
     ({"return_dict_in_generate": True, "output_scores": True}, "generation_config: got 'output_scores=True'"),
     ({"attention_mask": torch.tensor([[0] + [1] * 9, [1] * 10])}, "attention_mask: got 'a batch with padding'"),
@@ -141,6 +144,8 @@ def test_a_cache_that_a_decoder_reads_is_used_and_others_are_refused() -> None:
     cache = QuantizedCache(TARGET.config, nbits=8, q_group_size=16, residual_length=16)
     made = ours(IDS[:1], past_key_values=cache)
     assert made.shape == (1, 30) and cache.length >= 29
+    with pytest.raises(ValueError, match="past_key_values: got 'a cache of [0-9]+ tokens'; takes an empty one"):
+        ours(IDS[:1], past_key_values=cache)
     held = DynamicCache()
     TARGET(IDS[:1, :5], past_key_values=held)
     with pytest.raises(ValueError, match="past_key_values: got 'a DynamicCache'"):

@@ -284,3 +284,15 @@ def test_the_command_from_nothing_to_a_head(target, tmp_path, monkeypatch, capsy
     assert len(record["losses"]) == 6
     assert record["settings"]["answer_tokens"] >= 1200
     assert {run["kind"] for run in record["held_out"]} == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["--steps=0", "--learning-rate=nan", "--threads=0", "--dtype=foo", "--model=nope", "--tokens=0", "--prompts=0"]
+    + ["--answer-length=0", "--prompts=-1", "--out=/dev/null/x"],
+)
+def test_the_command_refuses_in_a_line_before_anything_is_made(wrong, tmp_path, capsys) -> None:
+    assert train.main(["--out", str(tmp_path), wrong]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("train: ") and said.count("\n") == 1
+    assert not any(tmp_path.iterdir())

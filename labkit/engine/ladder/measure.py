@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from labkit import _check
 from labkit._progress import say
+from labkit.engine.arguments import check_tokens
 from labkit.engine.ladder.result import Ladder, LadderStep, title_of
 from labkit.engine.ladder.rungs import RUNGS, check_rungs, refusals
 from labkit.engine.ladder.stack import Stack, StackRun
@@ -53,9 +54,8 @@ def measure_ladder(
     several = isinstance(prompts, Sequence) and bool(prompts)
     _check.require(several, "prompts", prompts, "a list of at least one prompt of shape (1, n)")
     for place, prompt in enumerate(prompts):
-        _check.tensor(f"prompts[{place}]", prompt, ndim=2, dtypes=(torch.int64, torch.int32))
-        one = prompt.shape[0] == 1 and prompt.shape[1] > 0
-        _check.require(one, f"prompts[{place}]", f"shape {tuple(prompt.shape)}", "one row of at least one token")
+        check_tokens(f"prompts[{place}]", prompt, models.loaded.config.vocab_size, prompt.device)
+        _check.require(len(prompt) == 1, f"prompts[{place}]", f"shape {tuple(prompt.shape)}", "one row")
     # One token alone has no time a token.
     room = models.loaded.config.max_position_embeddings - max(prompt.shape[1] for prompt in prompts)
     _check.integer("max_new_tokens", max_new_tokens, 2, max(2, room))

@@ -13,6 +13,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from labkit import _check
+from labkit.engine.arguments import check_tokens
 from labkit.engine.cache import StaticKVCache
 from labkit.engine.decode import Decoder
 from labkit.engine.ladder.attention import StandardAttentionCache
@@ -123,7 +124,10 @@ class Stack:
 
     def generate(self, input_ids: torch.Tensor, *, max_new_tokens: int) -> StackRun:
         """Exactly `max_new_tokens` after `input_ids (1, prompt)`, with the times."""
-        _check.integer("max_new_tokens", max_new_tokens, 1)
+        config = self.model.config
+        input_ids = check_tokens("input_ids", input_ids, config.vocab_size, self.models.device)
+        room = config.max_position_embeddings - input_ids.shape[1]
+        _check.integer("max_new_tokens", max_new_tokens, 1, max(1, room))
         if "step" not in self.on:
             return self._by_transformers(input_ids, max_new_tokens)
         if "speculation" in self.on:
@@ -134,7 +138,6 @@ class Stack:
         return StackRun(out.sequences, out.ttft_s, out.tpot_s)
 
     def _by_transformers(self, input_ids: torch.Tensor, max_new_tokens: int) -> StackRun:
-        input_ids = input_ids.to(self.models.device)
         clock, model = _Clock(self.models.device), self.model
         cache = {"past_key_values": self._cache()} if "quantized_kv" in self.on else {}
         plain = {"do_sample": False, "num_beams": 1, "pad_token_id": 0, "max_new_tokens": max_new_tokens}

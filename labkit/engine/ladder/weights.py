@@ -91,7 +91,7 @@ class StackModels:
             grid = RTNConfig(bits=_HEAD_BITS, group_size=_fitting_group(head.in_features))
             model.lm_head = QuantLinear(round_to_nearest(head.weight, grid), head.bias, dtype=dtype)
             return model
-        model = shared_copy(self.loaded)
+        model = shared_copy(self.loaded).eval()  # dropout would make another text each time
         if bits is not None:
             # From the weights as they were loaded: what is rounded to 16 bits first is rounded twice.
             config = self.config(bits)

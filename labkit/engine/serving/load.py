@@ -19,6 +19,8 @@ ENDPOINTS = ("completions", "chat")
 # So many rounds of requests at each level: the first and the last are not all in flight together.
 _ROUNDS = 4
 _MOST_IN_FLIGHT = 1024
+# A server may send something other than the answer, so as to keep the line open, for so many times `timeout_s`.
+_SILENCES = 2
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ def measure_serving(
     all, not counted, None for as many as are ever in flight, so that every connection is open. endpoint: "completions",
     which sends a prompt as it is, or "chat". ignore_eos: answers of exactly `max_tokens`, so that levels compare;
     vLLM's own, other servers may refuse it. distinct_prompts: put a few characters of its own before each prompt,
-    against the server's prefix cache. timeout_s: seconds that a request may go without a byte. A failed request is not
+    against the server's prefix cache. timeout_s: seconds that a request may go without a byte;
+    twice as many without a piece of its answer. A failed request is not
     sent again: it is counted, and its reason kept.
     Works in a notebook too: the requests run in a thread and an event loop of their own.
     Errors: ValueError for arguments, ImportError without the package `openai`.
@@ -115,7 +118,7 @@ async def _all_levels(load: _Load, update: Callable[[int], None]) -> tuple[Servi
 
         async def send(prompt: str) -> RequestTimes:
             nonlocal done
-            times = await stream_request(client, load.endpoint, prompt, load.options())
+            times = await stream_request(client, load.endpoint, prompt, load.options(), _SILENCES * load.timeout_s)
             done += 1
             update(done)
             return times

@@ -1,5 +1,6 @@
 """One streamed request, and when each part of its answer came."""
 
+import asyncio
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -59,9 +60,10 @@ class RequestTimes:
 
 
 class _Watch:
-    """Notes the times of one answer as its chunks come in."""
+    """Notes the times of one answer, of at most `most` tokens, as its chunks come in."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self.most = most
         self.times: list[float] = []
         self.usage: object = None
         self.finished = False
@@ -75,7 +77,14 @@ class _Watch:
             if _text(choice):
                 self.times.append(now)
 
+    @property
+    def flooded(self) -> bool:
+        """Whether more came than was asked for: each piece of text holds a token or more."""
+        return max(len(self.times), _count(self.usage, "completion_tokens") or 0) > self.most
+
     def result(self, error: str | None = None) -> RequestTimes:
+        if error is None and self.flooded:
+            error = f"the server sent more than the {self.most} tokens that it was asked for at most"
         if error is None and not self.finished:
             error = "the stream ended before the answer did"
         if error is None and not self.times:
@@ -107,18 +116,28 @@ def _text(choice: object) -> str:
     return next((text for name in fields if (text := getattr(delta, name, None))), "")
 
 
-async def stream_request(client: "AsyncOpenAI", endpoint: str, prompt: str, options: dict[str, object]) -> RequestTimes:
-    """Send one prompt to "completions" or "chat", and time its answer; whatever goes wrong is in `.error`."""
+async def stream_request(
+    client: "AsyncOpenAI", endpoint: str, prompt: str, options: dict[str, object], silence_s: float
+) -> RequestTimes:
+    """Send one prompt to "completions" or "chat", and time its answer; whatever goes wrong is in `.error`.
+
+    options: with `max_tokens`. silence_s: seconds that may pass without a piece of the answer, whatever else comes.
+    """
+    clock, watch = asyncio.get_running_loop().time, _Watch(options["max_tokens"])
     options = options | {"stream": True, "stream_options": {"include_usage": True}}
-    watch = _Watch()
     try:
         if endpoint == "chat":
             opening = client.chat.completions.create(messages=[{"role": "user", "content": prompt}], **options)
         else:
             opening = client.completions.create(prompt=prompt, **options)
-        async with await opening as stream:
+        async with asyncio.timeout(silence_s) as limit, await opening as stream:
             async for chunk in stream:
                 watch.see(chunk, time.perf_counter())
+                limit.reschedule(clock() + silence_s)
+                if watch.flooded:
+                    break
+    except TimeoutError:
+        return watch.result(f"TimeoutError: nothing of an answer in {silence_s:g} s")
     except Exception as error:  # a request that fails is counted, and the others go on
         return watch.result(f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
     return watch.result()

@@ -47,6 +47,23 @@ def test_a_models_own_settings_for_generation_change_nothing(prompt):
     assert model.generation_config.eos_token_id == second, "the model that was given keeps its own"
 
 
+def test_a_model_in_training_mode_is_measured_without_its_dropout(prompt):
+    model = tiny_model(attention_dropout=0.5).train()
+    texts = [Stack(StackModels(model), ()).generate(prompt, max_new_tokens=8).sequences.tolist() for _ in range(2)]
+    assert texts == [Stack(StackModels(model), ("step",)).generate(prompt, max_new_tokens=8).sequences.tolist()] * 2
+    assert model.training
+
+
+@pytest.mark.parametrize("rungs", [(), ("step",)])
+def test_ids_and_lengths_are_held_against_the_model(models, prompt, rungs):
+    stack = Stack(models, rungs)
+    for wrong in (prompt + 10**6, prompt - 10**6, prompt.float(), prompt[0], prompt[:, :0], prompt.tolist()):
+        with pytest.raises(ValueError, match="^input_ids: got"):
+            stack.generate(wrong, max_new_tokens=2)
+    with pytest.raises(ValueError, match="^max_new_tokens: got"):
+        stack.generate(prompt, max_new_tokens=models.loaded.config.max_position_embeddings)
+
+
 def test_the_source_is_left_as_it_was(models, prompt):
     before = {name: p.clone() for name, p in models.loaded.named_parameters()}
     stack(models, "step", "bfloat16", "int4", "int8_head").generate(prompt, max_new_tokens=2)
