@@ -107,7 +107,8 @@ def curves(
     figure.update_xaxes(title=x_title, **ticks)
     shown = [value for y in lines.values() for value in y if value > 0]
     steps = {"type": "log", **log_ticks(shown)} if log_y and shown else {"type": "log" if log_y else "linear"}
-    figure.update_yaxes(title=y_title, **steps)
+    # However wide the labels of the ticks are, the title stands beside them.
+    figure.update_yaxes(title={"text": y_title, "standoff": 10}, automargin=True, **steps)
     rows = [f"{x_title:<24}" + "".join(f"{value:>10g}" for value in x)]
     rows += [f"{name:<24}" + "".join(f"{value:>10.3g}" for value in y) for name, y in lines.items()]
     return Chart(figure, "\n".join([title, *rows]))
