@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 
 from labkit.labs._eviction_forms import NAMES, SINKS, budget_text, plain, setting
 from labkit.labs._eviction_result import BUDGETS, FULL, METHODS, EvictionResult, Kept, Span
-from labkit.labs._figures import COLOURS, FAINT, INK, MUTED, TEMPLATE, log_range
+from labkit.labs._figures import COLOURS, FAINT, INK, MUTED, TEMPLATE, log_range, named_line
 
 Traces = Mapping[str, BaseTraceType]
 SYMBOLS = {"full": "cross", "window": "square", "sinks": "diamond", "heavy_hitters": "circle", "snapkv": "triangle-up"}
@@ -21,6 +21,8 @@ _HOVER = "%{hovertext}<extra></extra>"
 _BUDGET_AXIS = (0.052, 1.2)
 # Methods that found as many stand beside each other and not on each other: by this much on the logarithmic axis.
 _APART = 0.045
+# The name of the line of all tokens, at the axis' left end, reaches about so far.
+_LEFT = 0.15
 # Perplexity over all tokens': the axis, which grows with its points, and the most that it holds.
 _BOTTOM, _LEAST_TOP, _MOST_TOP = 0.88, 2.0, 40.0
 _TICKS = (1, 1.2, 1.5, 2, 3, 5, 10, 20, 30)
@@ -56,7 +58,7 @@ def build_figure() -> go.Figure:
 
 def _add_points(figure: go.Figure, name: str, where: dict[str, object]) -> None:
     """The line of all tokens, a faded curve a method, and the setting at hand."""
-    look = {"mode": "lines+text", "textposition": "top right", "textfont_color": MUTED, "hoverinfo": "skip"}
+    look = {"textfont_color": MUTED, "hoverinfo": "skip", **named_line()}
     dashed = {"color": COLOURS["float"], "width": 2, "dash": "dash"}
     figure.add_scatter(name=f"all tokens' {name}", line=dashed, **look, **where)
     for method in FORGETFUL:
@@ -145,8 +147,7 @@ def _draw_needles(figure: go.Figure, traces: Traces, result: EvictionResult, pas
     of = len(result.depths)
     full = next((r.full_needles for r in (*now, *reversed(past)) if r.full_needles), None)
     if full:
-        name = f" all tokens: {full.count} of {full.tried}"
-        traces["all tokens' needles"].update(x=[*_BUDGET_AXIS], y=[full.count] * 2, text=[name, ""])
+        _draw_line(traces["all tokens' needles"], full.count, f"all tokens: {full.count} of {full.tried}", now)
     _curves(traces, "needles", past, now, lambda r: r.needles.count, apart=_APART)
     words = [f"{r.needles.count} of {r.needles.tried}{'' if r.needles.firm else ' so far'}" for r in now]
     traces["needles"].text = words
@@ -159,10 +160,16 @@ def _draw_perplexity(figure: go.Figure, traces: Traces, result: EvictionResult, 
     top = min(_MOST_TOP, highest)
     _curves(traces, "perplexity", past, now, lambda r: min(r.quality.ratio, 0.85 * top))
     traces["perplexity"].text = [f"{r.quality.ratio:.3g}x ({plain(r.quality.perplexity)})" for r in now]
-    name = f" all tokens: {plain(now[0].quality.baseline)}" if now else " all tokens"
-    line = traces["all tokens' perplexity"]
-    line.update(x=[*_BUDGET_AXIS], y=[1, 1], text=[name, ""])
+    name = f"all tokens: {plain(now[0].quality.baseline)}" if now else "all tokens"
+    _draw_line(traces["all tokens' perplexity"], 1, name, now)
     figure.layout.yaxis3.range = log_range(_BOTTOM, top)
+
+
+def _draw_line(trace: BaseTraceType, y: float, name: str, now: list[EvictionResult]) -> None:
+    """The line of all tokens, with its name at the end that the setting at hand leaves free for its own words."""
+    at_right = bool(now) and now[0].params.held <= _LEFT
+    ends, side = (_BUDGET_AXIS[::-1], "left") if at_right else (_BUDGET_AXIS, "right")
+    trace.update(x=[*ends], y=[y, y], text=[f" {name} ", ""], textposition=f"top {side}")
 
 
 def _curves(

@@ -113,6 +113,9 @@ def line_looks(names: Sequence[str]) -> dict[str, dict[str, object]]:
 
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 
+# Around words: where a line or a mark lies under them, it does not strike them through.
+HALO = ", ".join(f"{x}px {y}px 1px white" for x in (-1, 1) for y in (-1, 1)) + ", 0 0 3px white, 0 0 3px white"
+
 TEMPLATE = go.layout.Template(
     layout=go.Layout(
         font={"family": "Helvetica, Arial, sans-serif", "size": 14, "color": INK},
@@ -125,8 +128,16 @@ TEMPLATE = go.layout.Template(
         hoverlabel={"font": {"size": 13}, "align": "left", "bgcolor": "white"},
         legend={"orientation": "h", "x": 0, "yref": "container", "y": 0, "yanchor": "bottom", "font": {"size": 13}},
         margin={"l": 70, "r": 20, "t": 60, "b": 90},
-    )
+    ),
+    # Only of points: words within a bar or a cell have its colour behind them.
+    data={"scatter": [{"textfont": {"shadow": HALO}}]},
 )
+
+
+def named_line(side: str = "top right") -> dict[str, object]:
+    """How a line that has its name at one of its points looks: the name stands off the line, as off a mark, which here
+    is not seen. Without one plotly lets words rest on the line, and their descenders cross it."""
+    return {"mode": "lines+markers+text", "marker": {"opacity": 0, "size": 8}, "textposition": side}
 
 
 def log_range(low: float, high: float) -> tuple[float, float]:

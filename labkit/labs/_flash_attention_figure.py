@@ -10,7 +10,7 @@ from plotly.basedatatypes import BaseTraceType
 from plotly.subplots import make_subplots
 
 from labkit._table import readable
-from labkit.labs._figures import COLOURS, INK, MUTED, TEMPLATE, log_range, spread
+from labkit.labs._figures import COLOURS, INK, MUTED, TEMPLATE, log_range, named_line, spread
 from labkit.labs._flash_attention_costs import ROLES, costs, predicted_peak
 from labkit.labs._flash_attention_forms import setting
 from labkit.labs._flash_attention_result import FlashAttentionResult
@@ -63,8 +63,8 @@ def _add_limits(figure: go.Figure, panel: str, col: int) -> None:
     words = {"mode": "lines+text", "textposition": "bottom right", "textfont": {"size": 15, "color": MUTED}}
     for role in ("standard", "native"):
         figure.add_scatter(name=f"{role} formula", line=dotted, **words, **where)
-    free = {"mode": "lines+text", "textposition": "top right", "line": {"color": COLOURS["ceiling"], "width": 3}}
-    figure.add_scatter(name="free memory", **free, **where)
+    line = {"color": COLOURS["ceiling"], "width": 3}
+    figure.add_scatter(name="free memory", line=line, **named_line(), **where)
 
 
 def _add_legend(figure: go.Figure, kernel: str) -> None:

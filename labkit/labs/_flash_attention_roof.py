@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import plotly.graph_objects as go
 from plotly.basedatatypes import BaseTraceType
 
-from labkit.labs._figures import COLOURS, INK, log_range
+from labkit.labs._figures import COLOURS, INK, log_range, named_line
 from labkit.labs._flash_attention_costs import ROLES, moved_bytes
 from labkit.labs._flash_attention_forms import setting, share
 from labkit.labs._flash_attention_result import FlashAttentionResult
@@ -24,8 +24,8 @@ _HOVER = "%{hovertext}<extra></extra>"
 def add_roof(figure: go.Figure, col: int) -> None:
     """Empty traces: the roof, each role's point, earlier ones."""
     where = {"row": 1, "col": col, "showlegend": False}
-    look = {"mode": "lines+text", "line": {"color": COLOURS["ceiling"], "width": 3}, "hoverinfo": "skip"}
-    figure.add_scatter(name="roof", textposition=["middle right", "top left", "top left"], **look, **where)
+    line = {"color": COLOURS["ceiling"], "width": 3}
+    figure.add_scatter(name="roof", line=line, hoverinfo="skip", **named_line("top left"), **where)
     for role in ROLES:
         marker = {"symbol": SYMBOLS[role], "color": COLOURS[f"{role} attention"]}
         faded = {"size": 9, "opacity": 0.35, "line_width": 0, **marker}
@@ -66,8 +66,9 @@ def _draw_lines(figure: go.Figure, traces: Traces, dtype: str, ceilings: object,
     peak = attainable_flops(right, ceilings, dtype)
     low, high = min(y for _, y in points) / 3, max(peak, *(y for _, y in points)) * 3
     ends = [left, at, right]
-    names = [f"  {si(ceilings.read_bandwidth, 'B/s')}", "", f"{si(peak, 'FLOP/s')} "]
-    traces["roof"].update(x=ends, y=[attainable_flops(x, ceilings, dtype) for x in ends], text=names)
+    # Of both parts over the flat one: no point comes there, while beside the slope there may be any.
+    name = f"slope: {si(ceilings.read_bandwidth, 'B/s')} <br>flat: {si(peak, 'FLOP/s')} "
+    traces["roof"].update(x=ends, y=[attainable_flops(x, ceilings, dtype) for x in ends], text=["", "", name])
     figure.layout.xaxis3.range = log_range(left, right)
     powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
     ticks = {"tickvals": [10.0**p for p in powers], "ticktext": [si(10.0**p, "", 1) for p in powers]}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from labkit.labs._figures import COLOURS, INK, MUTED, TEMPLATE, log_range
+from labkit.labs._figures import COLOURS, INK, MUTED, TEMPLATE, log_range, named_line
 from labkit.labs._kv_cache_forms import heads, setting, share
 from labkit.labs._kv_cache_looks import Traces, add_label, colour, decades, label, looks, symbol
 from labkit.labs._kv_cache_quality import SMALLER, add_note, draw_perplexity
@@ -54,11 +54,11 @@ def build_figure(options: Sequence[int]) -> go.Figure:
 
 def _add_limits(figure: go.Figure) -> None:
     """What the points stand under or over: free memory and weights, the measured bandwidth, 16 bits' perplexity."""
-    look = {"mode": "lines+text", "hoverinfo": "skip", "showlegend": False, "textposition": "top right"}
+    look = {"hoverinfo": "skip", "showlegend": False, **named_line()}
     solid, dashed = {"color": COLOURS["ceiling"], "width": 3}, {"color": MUTED, "width": 2, "dash": "dash"}
     figure.add_scatter(name="free memory", line=solid, **look, row=1, col=1)
     figure.add_scatter(name="weights", line=dashed, textfont_color=MUTED, **look, row=1, col=1)
-    figure.add_scatter(name="ceiling", line=solid, **(look | {"textposition": "bottom right"}), row=1, col=2)
+    figure.add_scatter(name="ceiling", line=solid, **(look | named_line("bottom right")), row=1, col=2)
     figure.add_scatter(name="full precision", x=[*SMALLER], y=[1, 1], line=dashed, **look, row=2, col=2)
 
 
@@ -106,8 +106,10 @@ def _draw_bytes(figure: go.Figure, traces: Traces, result: KVCacheResult, past: 
         line = {"width": 4 if chosen else 2, "color": colour(bits)}
         values = {"x": list(curve), "y": list(curve.values()), "text": text}
         traces[f"curve {bits}"].update(**values, opacity=1 if chosen else 0.55, line=line)
+    # They end where the curves do: beyond that are the curves' names.
+    ends = [_LENGTHS[0], SEQ_LENS[-1]]
     for name, value in (("free memory", sizes.free), ("weights", sizes.weights)):
-        traces[name].update(x=[*_LENGTHS], y=[value, value], text=[f" {name} {si(value, 'B')}", ""])
+        traces[name].update(x=ends, y=[value, value], text=[f" {name} {si(value, 'B')}", ""])
     for name, shown in (("earlier bytes", past), ("bytes", [result])):
         traces[name].update(
             x=[r.params.seq_len for r in shown],

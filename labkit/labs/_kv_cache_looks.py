@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from plotly.basedatatypes import BaseTraceType
 
 from labkit._table import readable
-from labkit.labs._figures import COLOURS, INK
+from labkit.labs._figures import COLOURS, HALO, INK
 from labkit.labs._kv_cache_result import FULL, KVCacheResult
 
 Traces = Mapping[str, BaseTraceType]
@@ -43,7 +43,8 @@ def decades(low: float, high: float, unit: str) -> dict[str, object]:
 
 def add_label(figure: go.Figure, name: str, axis: str) -> None:
     """Words of `name` that are not shown yet, for a panel: `axis` is "" for the first, "2" for the second."""
-    look = {"showarrow": False, "yshift": 20, "bgcolor": "rgba(255,255,255,0.7)", "font": {"size": 14, "color": INK}}
+    font = {"size": 14, "color": INK, "shadow": HALO}
+    look = {"showarrow": False, "yshift": 20, "bgcolor": "rgba(255,255,255,0.7)", "font": font}
     figure.add_annotation(name=name, text="", visible=False, xref=f"x{axis}", yref=f"y{axis}", **look)
 
 

@@ -165,6 +165,9 @@ def _draw_sizes(traces: Traces, result: PagingResult, past: list[PagingResult]) 
             marker_symbol=[SYMBOLS.get(r.params.shared_prefix, "circle") for r in shown],
         )
     traces["paged by size"].text = [f"{share(result.paged.waste)}"]
+    # The formula's line rises to the right, and starts past the smallest size, left of which there is no room.
+    side = "center" if result.params.block_size == BLOCK_SIZES[0] else "left"
+    traces["paged by size"].textposition = f"top {side}"
     length = result.paged.mean_length or 1.0
     sizes = [size for size in BLOCK_SIZES if size > 1]
     traces["formula"].update(x=sizes, y=[_percent((size - 1) / 2 / length) for size in sizes])

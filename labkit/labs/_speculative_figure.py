@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from plotly.basedatatypes import BaseTraceType
 from plotly.subplots import make_subplots
 
-from labkit.labs._figures import COLOURS, INK, TEMPLATE
+from labkit.labs._figures import COLOURS, INK, TEMPLATE, named_line
 from labkit.labs._speculative_call import add_call, draw_call
 from labkit.labs._speculative_forms import faster, folk_text, setting, times
 from labkit.labs._speculative_result import EAGLE, ITSELF, LOOKUP, MOST_DRAFTED, SpeculativeResult
@@ -27,7 +27,9 @@ _MEANING = {
     "free drafts": "E: drafts and verifying for free",
     "folk claim": "folk claim 1/(1 − α): endless, for free",
 }
-_RIGHT = MOST_DRAFTED + 0.6
+_LEFT, _RIGHT = -0.55, MOST_DRAFTED + 0.6
+# Where the line of 1x is named if neither side of its left end is free; what is named there reaches as far as _MIDDLE.
+_FROM, _MIDDLE, _EVEN = 1.5, 4, "plain decoding, 1x"
 # The axis reaches at least so high, and at most: with a draft that is always right E alone comes to 9.
 _LOWEST_TOP, _HIGHEST_TOP = 2.4, 4.5
 
@@ -37,11 +39,11 @@ def build_figure() -> go.Figure:
     titles = ("Speed-up over plain decoding", "Time of one call")
     figure = make_subplots(cols=2, column_widths=[0.58, 0.42], horizontal_spacing=0.13, subplot_titles=titles)
     where = {"row": 1, "col": 1, "showlegend": False}
-    even = {"mode": "lines+text", "line": {"color": COLOURS["ceiling"], "width": 2}, "hoverinfo": "skip"}
-    words = {"x": [-0.55, _RIGHT], "y": [1, 1], "text": ["plain decoding, 1x", ""], "textfont": {"size": 14}}
-    figure.add_scatter(name="even", textposition="bottom right", **even, **words, **where)
+    even = {"line": {"color": COLOURS["ceiling"], "width": 2}, "hoverinfo": "skip", "textfont": {"size": 14}}
+    words = {"x": [_LEFT, _FROM, _RIGHT], "y": [1, 1, 1], "text": [_EVEN, "", ""]}
+    figure.add_scatter(name="even", **even, **words, **named_line("bottom right"), **where)
     for name, line in _LINES.items():
-        look = {"mode": "lines+text" if name == "folk claim" else "lines", "textposition": "top right"}
+        look = named_line() if name == "folk claim" else {"mode": "lines"}
         figure.add_scatter(name=name, line=line, textfont={"size": 14, "color": line["color"]}, **look, **where)
     figure.add_scatter(name="earlier", mode="markers", hovertemplate=_HOVER, **where)
     spread = {"type": "data", "symmetric": False, "thickness": 2, "width": 6, "color": INK}
@@ -116,14 +118,23 @@ def _draw_lines(traces: Traces, result: SpeculativeResult, measured: Sequence[fl
         known = [(n, value) for n, value in zip(lengths, values, strict=True) if value is not None]
         known = known if len(known) > 1 else []
         traces[name].update(x=[n for n, _ in known], y=[value for _, value in known])
-    # On the side of the line that the curve leaves free.
-    slower = (result.model(1) or 1) < 1
-    traces["even"].textposition = "top right" if slower else "bottom right"
+    _name_even(traces["even"], result)
     reach = [value for values in curves.values() for value in values if value is not None]
     top = min(max(_LOWEST_TOP, 1.12 * max(reach, default=0)), _HIGHEST_TOP)
     top = max([top, *(1.15 * value for value in measured)])
     _draw_folk(traces["folk claim"], result, top)
     return top
+
+
+def _name_even(trace: BaseTraceType, result: SpeculativeResult) -> None:
+    """Under its left end, unless the time model falls through there, as E rises above it; then over the line, on the
+    half where the setting at hand is not."""
+    if (result.model(1) or 1) >= 1:
+        trace.update(text=[_EVEN, "", ""], textposition="bottom right")
+    elif result.params.num_assistant_tokens <= _MIDDLE:
+        trace.update(text=["", "", f"{_EVEN} "], textposition="top left")
+    else:
+        trace.update(text=["", _EVEN, ""], textposition="top right")
 
 
 def _draw_folk(trace: BaseTraceType, result: SpeculativeResult, top: float) -> None:

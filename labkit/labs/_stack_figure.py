@@ -120,7 +120,7 @@ def _draw_rungs(traces: Traces, shown: Sequence[StackResult]) -> None:
     for row, r in [(None, None), *enumerate(shown)]:
         for x, rung in enumerate(names):
             on = r is not None and rung in r.effective
-            why = r.left_out.get(rung) if row == 0 else None
+            why = r.idle.get(rung) if row == 0 else None
             kind = "on" if on else "refused" if why else "off"
             at[kind][0].append(x)
             at[kind][1].append(0.0 if r is None else _place(row))

@@ -107,10 +107,8 @@ def _quality_numbers(result: StackResult) -> list[Number]:
 
 
 def _left_out_numbers(result: StackResult) -> list[Number]:
-    reasons = dict(result.left_out)
-    if result.on != result.effective:
-        reasons["int8"] = "INT4 takes its place"
-    return [Number(f"out_{rung}", RUNGS[rung].title, "–", 0.0, _LEFT_OUT, why) for rung, why in reasons.items()]
+    idle = result.idle.items()
+    return [Number(f"out_{rung}", RUNGS[rung].title, "–", 0.0, _LEFT_OUT, why) for rung, why in idle]
 
 
 def text(result: StackResult) -> str:

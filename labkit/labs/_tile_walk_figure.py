@@ -9,7 +9,7 @@ from plotly.basedatatypes import BaseTraceType
 from plotly.subplots import make_subplots
 
 from labkit.kernels.flash_attention.tiles import tiles
-from labkit.labs._figures import COLOURS, INK, MUTED, PURPLE, SKY, TEMPLATE, log_range
+from labkit.labs._figures import COLOURS, INK, MUTED, PURPLE, SKY, TEMPLATE, log_range, named_line
 from labkit.labs._tile_walk_bytes import add_bytes, draw_bytes
 from labkit.labs._tile_walk_forms import off, setting, span
 from labkit.labs._tile_walk_matrix import ACCENT, add_matrix, draw_matrix
@@ -67,7 +67,7 @@ def _add_row(figure: go.Figure) -> None:
     words = {"mode": "text", "textposition": "top center", "hoverinfo": "skip", "showlegend": False}
     figure.add_scatter(name="corrections", **words, row=2, col=2)
     dash = {"width": 2, "color": COLOURS["ceiling"], "dash": "dash"}
-    words = {"mode": "lines+text", "textposition": "top right", "textfont_color": MUTED, "hoverinfo": "skip"}
+    words = {"textfont_color": MUTED, "hoverinfo": "skip", **named_line()}
     text = ["float32 rounding", ""]
     figure.add_scatter(name="rounding", line=dash, text=text, **words, showlegend=False, row=3, col=2)
     marks = {"mode": "lines+markers+text", "textposition": "top center", "marker_size": 9}

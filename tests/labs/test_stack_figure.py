@@ -86,6 +86,8 @@ def test_a_rung_that_is_left_out_is_crossed_with_its_reason():
 def test_int4_takes_int8s_place_in_the_row():
     _, held = drawn(by_hand("int8", "int4"))
     assert [list(RUNGS)[x] for x in held["on"].x] == ["int4"]
+    assert [list(RUNGS)[x] for x in held["refused"].x] == ["int8"], "crossed, as the numbers say"
+    assert "INT4 takes its place" in held["refused"].hovertext[0]
 
 
 def test_what_is_not_measured_yet_is_not_drawn():
