@@ -58,7 +58,7 @@ def build_figure() -> go.Figure:
 
 def _add_points(figure: go.Figure, name: str, where: dict[str, object]) -> None:
     """The line of all tokens, a faded curve a method, and the setting at hand."""
-    look = {"textfont_color": MUTED, "hoverinfo": "skip", **named_line()}
+    look = {"textfont": {"color": MUTED, "size": 13}, "hoverinfo": "skip", **named_line()}
     dashed = {"color": COLOURS["float"], "width": 2, "dash": "dash"}
     figure.add_scatter(name=f"all tokens' {name}", line=dashed, **look, **where)
     for method in FORGETFUL:
@@ -198,8 +198,9 @@ def _curves(
         traces[f"{method}'s {name}"].update(**points(mine), marker_color=colour(method))
     looks = {"color": [colour(r.params.method) for r in now], "symbol": [SYMBOLS[r.params.method] for r in now]}
     traces[name].update(**points(now), marker=looks)
-    at = "middle left" if now and now[0].params.held == 1 else "top center"
-    traces[name].textposition = at
+    # Within the panel at both of its ends, beyond which words are cut off.
+    sides = {max(BUDGETS): "middle left", min(BUDGETS): "top right"}
+    traces[name].textposition = sides.get(now[0].params.held if now else None, "top center")
 
 
 def _hover(result: EvictionResult) -> str:

@@ -134,7 +134,7 @@ TEMPLATE = go.layout.Template(
 )
 
 
-def named_line(side: str = "top right") -> dict[str, object]:
+def named_line(side: str | Sequence[str] = "top right") -> dict[str, object]:
     """How a line that has its name at one of its points looks: the name stands off the line, as off a mark, which here
     is not seen. Without one plotly lets words rest on the line, and their descenders cross it."""
     return {"mode": "lines+markers+text", "marker": {"opacity": 0, "size": 8}, "textposition": side}

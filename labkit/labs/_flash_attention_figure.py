@@ -60,7 +60,7 @@ def _add_limits(figure: go.Figure, panel: str, col: int) -> None:
     if panel == "time":
         figure.add_scatter(name="floor", mode="lines", line=dashed, **where)
         return
-    words = {"mode": "lines+text", "textposition": "bottom right", "textfont": {"size": 15, "color": MUTED}}
+    words = {"textfont": {"size": 15, "color": MUTED}, **named_line("bottom right")}
     for role in ("standard", "native"):
         figure.add_scatter(name=f"{role} formula", line=dotted, **words, **where)
     line = {"color": COLOURS["ceiling"], "width": 3}

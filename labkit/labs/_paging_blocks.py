@@ -34,7 +34,9 @@ def add_blocks(figure: go.Figure, *, row: int, col: int) -> None:
     look = {"width": _WIDE, "hovertemplate": _HOVER}
     figure.add_bar(name="frames", marker={"color": "white", "line": {"width": 1}}, **look, **where)
     figure.add_bar(name="fills", marker={"line": {"width": 0}}, **look, **where)
-    numbers = {"mode": "text", "textfont": {"size": 12, "color": INK}, "hoverinfo": "skip"}
+    # A block's colour lies under its number, and no line: no halo.
+    font = {"size": 12, "color": INK, "shadow": "none"}
+    numbers = {"mode": "text", "textfont": font, "hoverinfo": "skip"}
     figure.add_scatter(name="sequences", **numbers, **where)
     figure.layout.annotations[-1].name = "blocks"
     bare = {"showgrid": False, "ticks": "", "showline": False}

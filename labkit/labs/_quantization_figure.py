@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from plotly.basedatatypes import BaseTraceType
 from plotly.subplots import make_subplots
 
-from labkit.labs._figures import COLOURS, DECADES, INK, MUTED, TEMPLATE, log_range
+from labkit.labs._figures import COLOURS, DECADES, INK, MUTED, TEMPLATE, log_range, named_line
 from labkit.labs._quantization_forms import percent, plain, setting, share
 from labkit.labs._quantization_result import METHODS, QuantizationResult, Speed
 from labkit.labs._result import si
@@ -62,11 +62,11 @@ def _add_points(figure: go.Figure, panel: int) -> None:
     where = {"row": 2, "col": panel, "showlegend": False}
     if panel == 1:
         dashed = {"color": COLOURS["float"], "width": 2, "dash": "dash"}
-        look = {"mode": "lines+text", "line": dashed, "textposition": "top right", "textfont_color": MUTED}
+        look = {"line": dashed, "textfont_color": MUTED, **named_line()}
         figure.add_scatter(name="float", hoverinfo="skip", **look, **where)
         _add_legend(figure)
     else:
-        look = {"mode": "lines+text", "line": {"color": COLOURS["ceiling"], "width": 3}, "textposition": "top right"}
+        look = {"line": {"color": COLOURS["ceiling"], "width": 3}, **named_line()}
         figure.add_scatter(name="ceiling", hoverinfo="skip", **look, **where)
         marker = {"size": 13, "color": COLOURS["bfloat16"], "symbol": "x"}
         look = {"mode": "markers+text", "textposition": "bottom center", "hovertemplate": _HOVER, "marker": marker}

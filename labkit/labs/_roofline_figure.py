@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from labkit.labs._figures import COLOURS, INK, MUTED, TEMPLATE, log_range
+from labkit.labs._figures import COLOURS, INK, MUTED, TEMPLATE, log_range, named_line
 from labkit.labs._result import duration, si
 from labkit.labs._roofline_result import FAMILIES, OpPoint, PhaseResult, RooflineResult
 
@@ -32,7 +32,7 @@ def build_figure() -> go.Figure:
     )
     # Above the ridge there are no points to cover: the bandwidth to its left, the peak to its right.
     places = ["top left", "top left", "top right", "top left"]
-    look = {"mode": "lines+text", "textposition": places, "hoverinfo": "skip", "showlegend": False}
+    look = {"hoverinfo": "skip", "showlegend": False, **named_line(places)}
     roof = {"color": COLOURS["ceiling"], "width": 3}
     figure.add_scatter(name="measured roof", line=roof, **look, row=1, col=1)
     sheet = {"color": MUTED, "width": 2, "dash": "dash"}

@@ -23,6 +23,8 @@ _OWN = SILVER
 _LONGEST = 16
 # The axis of acceptance reaches at least so high.
 _LOWEST_TOP = 0.6
+# What the words beside a point take of the axis of temperature, with half of an earlier point's mark.
+_ROOM = 0.5
 _BARS = {
     "own": ({"color": _OWN}, -0.4, "the model's own (temperature 1, nothing cut)"),
     "drawn": ({"color": BLUE}, 0.0, "as drawn at this setting"),
@@ -159,8 +161,19 @@ def _draw_points(traces: Traces, result: SamplingResult, past: Sequence[Sampling
     )
     traces["now"].update(marker={"color": colour, "symbol": _symbol(result)})
     traces["now"].error_y.array = [r.alpha_error for r in now]
-    # Away from the edge, and from the point's own bar.
-    traces["now"].textposition = "middle left" if result.params.temperature > HOTTEST / 2 else "middle right"
+    traces["now"].textposition = _free_side(result.params.temperature, at["x"])
+
+
+def _free_side(temperature: float, past: Sequence[float]) -> str:
+    """Beside the point and its own bar, where neither the axis ends nor an earlier point stands."""
+    inner, outer = ("right", 1), ("left", -1)
+    if temperature > HOTTEST / 2:
+        inner, outer = outer, inner
+    for side, sign in (inner, outer):
+        inside = 0 <= temperature + sign * _ROOM <= HOTTEST
+        if inside and not any(0 < sign * (other - temperature) < _ROOM for other in past):
+            return f"middle {side}"
+    return f"middle {inner[0]}"
 
 
 def _hover(result: SamplingResult) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import geometric_mean
 
@@ -17,12 +17,6 @@ from labkit.speculative.stats import SpeculativeStats
 
 PROMPTS = ("chat", "long")
 MOST_DRAFTED = 6
-
-
-def replaced(rungs: Iterable[str]) -> dict[str, str]:
-    """Of these rungs, those that change nothing beside the others, with the reason."""
-    asked = tuple(rungs)
-    return {rung: "INT4 takes its place" for rung in asked if rung not in effective(asked)}
 
 
 @dataclass(frozen=True)
@@ -145,11 +139,6 @@ class StackResult:
         """Why each rung that was asked for changes nothing: it was left out, or another one takes its place."""
         replaced = {rung: "INT4 takes its place" for rung in self.on if rung not in self.effective}
         return dict(self.left_out) | replaced
-
-    @property
-    def idle(self) -> dict[str, str]:
-        """Asked for and without effect, with the reason: what is left out, and what another takes the place of."""
-        return {**self.left_out, **replaced(self.on)}
 
     @property
     def gamma(self) -> int:

@@ -84,7 +84,8 @@ def _ceilings(figure: go.Figure, ladder: Ladder, steps: Sequence[LadderStep], ti
     known = [(step, title) for step, title in zip(steps, titles, strict=True) if step.ceiling is not None]
     marks = {"symbol": "line-ns", "size": 22, "line": {"width": 3, "color": INK}}
     x = [step.ceiling / ladder.baseline.tokens_per_second for step, _ in known]
-    name = "ceiling: what the measured bandwidth allows for the bytes of a step"
+    # Short enough for a legend of one line: in one of several, marks as tall as these touch.
+    name = "ceiling: a step's bytes at the measured bandwidth"
     figure.add_scatter(x=x, y=[title for _, title in known], mode="markers", marker=marks, name=name, col=1, row=1)
 
 

@@ -71,6 +71,13 @@ def test_figures_stand_in_a_column_that_no_bar_or_mark_reaches(ladder):
         assert (high - place) / (high - low) * width > 45
 
 
+def test_the_legend_takes_one_line(ladder):
+    """In one of several lines the ceiling's tall mark would touch the one above it."""
+    named = [t.name for t in ladder_chart(ladder).figure.data if t.showlegend is not False]
+    # A mark and the room around it are 40 pixels, a character at most 7.5; the picture is 900 wide, a margin 180.
+    assert sum(40 + 7.5 * len(name) for name in named) < 900 - 180, named
+
+
 def test_the_text_is_the_table_with_what_was_left_out(ladder):
     assert "left out: it does not go" in repr(ladder_chart(ladder)) and "4.00x" in repr(ladder_chart(ladder))
 
