@@ -82,15 +82,7 @@ def curves(
 ) -> Chart:
     """Curves by name, over logarithmic axes unless told otherwise; `ceiling` names those that are limits, dashed."""
     ceilings = (ceiling,) if isinstance(ceiling, str) else tuple(ceiling)
-    for value in x if isinstance(x, Sequence) else [x]:
-        positive = _check.number("x", value) > 0 or not log_x
-        _check.require(positive, "x", value, "numbers above 0: the axis is logarithmic")
-    _check.require(isinstance(lines, Mapping) and bool(lines), "lines", lines, "values by name")
-    for name, y in lines.items():
-        _check.require(isinstance(y, Sequence), f"lines[{name!r}]", y, "a list of numbers")
-        _check.require(len(y) == len(x), f"lines[{name!r}]", f"{len(y)} values", f"{len(x)}, one for each x")
-    for name in ceilings:
-        _check.require(name in lines, "ceiling", name, _check.near(name, lines))
+    _check_curves(x, lines, ceilings, log_x)
     figure = go.Figure(layout={"template": TEMPLATE, "title": title, "height": _HEIGHT})
     looks = line_looks([name for name in lines if name not in ceilings])
     for name, y in lines.items():
@@ -112,6 +104,19 @@ def curves(
     rows = [f"{x_title:<24}" + "".join(f"{value:>10g}" for value in x)]
     rows += [f"{name:<24}" + "".join(f"{value:>10.3g}" for value in y) for name, y in lines.items()]
     return Chart(figure, "\n".join([title, *rows]))
+
+
+def _check_curves(x: Sequence[float], lines: Mapping[str, Sequence[float]], ceilings: tuple, log_x: bool) -> None:
+    """As many values in each line as there are x."""
+    for value in x if isinstance(x, Sequence) else [x]:
+        positive = _check.number("x", value) > 0 or not log_x
+        _check.require(positive, "x", value, "numbers above 0: the axis is logarithmic")
+    _check.require(isinstance(lines, Mapping) and bool(lines), "lines", lines, "values by name")
+    for name, y in lines.items():
+        _check.require(isinstance(y, Sequence), f"lines[{name!r}]", y, "a list of numbers")
+        _check.require(len(y) == len(x), f"lines[{name!r}]", f"{len(y)} values", f"{len(x)}, one for each x")
+    for name in ceilings:
+        _check.require(name in lines, "ceiling", name, _check.near(name, lines))
 
 
 def heat_map(
