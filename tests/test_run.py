@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 
 import nbformat
 import pytest
@@ -187,13 +186,19 @@ def test_ctrl_c_in_the_middle_of_a_chapter_says_that_it_stopped(folder, capsys, 
     started = tmp_path / "started"
     write(folder, "00_long", f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(60)")
 
+    done = threading.Event()
+
     def press() -> None:
-        for _ in range(600):
-            if started.exists():
-                break
-            time.sleep(0.05)
+        while not started.exists():
+            if done.wait(0.05):
+                return
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=press, daemon=True).start()
-    assert main(["run"]) == 130
+    presses = threading.Thread(target=press)
+    presses.start()
+    try:
+        assert main(["run"]) == 130
+    finally:
+        done.set()
+        presses.join()
     assert capsys.readouterr().err == "labkit: stopped\n"

@@ -25,11 +25,13 @@ def probabilities(logits: torch.Tensor, temperature: float, top_k: int = 0, top_
     logits = logits.float()
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    # Before the temperature, which may make equal what is not.
+    largest = _largest(logits, min(top_k, logits.shape[-1])) if top_k else None
     # From the maximum down, so that a temperature near zero overflows to -inf beside a 0 and not to NaN.
     smallest = torch.finfo(torch.float32).tiny
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, smallest)
-    if top_k:
-        logits = logits.masked_fill(~_largest(logits, min(top_k, logits.shape[-1])), -torch.inf)
+    if largest is not None:
+        logits = logits.masked_fill(~largest, -torch.inf)
     probs = logits.softmax(-1)
     if top_p < 1:
         ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)

@@ -9,7 +9,7 @@ from labkit import _check
 
 
 class Turn:
-    """A lock that its holder may take again, and that says whether a whole generation holds it."""
+    """A lock that its holder may take again, and that refuses a generation inside a generation."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -28,8 +28,8 @@ class Turn:
         with self:
             takes = "another Decoder: this one is in the middle of a generation"
             _check.require(not self._generating, "decoder", "the one whose streamer or watch calls it", takes)
-            self._generating = True
             try:
+                self._generating = True
                 yield
             finally:
                 self._generating = False

@@ -97,7 +97,7 @@ def curves(
     # Logarithmic both ways, as a roofline is: what grows in proportion is a straight line, and a limit bends it.
     ticks = {"type": "log", "tickvals": list(x), "ticktext": [f"{value:g}" for value in x]} if log_x else {}
     figure.update_xaxes(title=x_title, **ticks)
-    shown = [value for y in lines.values() for value in y if value > 0]
+    shown = [value for y in lines.values() for value in y if 0 < value < math.inf]
     steps = {"type": "log", **log_ticks(shown)} if log_y and shown else {"type": "log" if log_y else "linear"}
     # However wide the labels of the ticks are, the title stands beside them.
     figure.update_yaxes(title={"text": y_title, "standoff": 10}, automargin=True, **steps)

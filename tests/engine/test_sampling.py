@@ -40,6 +40,14 @@ def test_of_logits_that_tie_top_k_keeps_the_first(top_k: int) -> None:
         assert (probabilities(logits, 1.5, 1) == probabilities(logits, 0.0)).all()
 
 
+@pytest.mark.parametrize(
+    ("logits", "temperature", "kept"), [([20, 1e-9, 2e-9, 1.5e-9], 1.0, [0, 2]), ([4.9, 5.0], 1e39, [1])]
+)
+def test_top_k_is_of_the_logits_as_they_are(logits: list[float], temperature: float, kept: list[int]) -> None:
+    found = probabilities(torch.tensor([logits]), temperature, len(kept))
+    assert set(found[0].nonzero().flatten().tolist()) <= set(kept) and found[0, kept[0]] > 0
+
+
 def test_samples_follow_the_distribution() -> None:
     logits = torch.randn(10)
     expected = probabilities(logits, 0.8, 6, 0.9)

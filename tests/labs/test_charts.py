@@ -106,3 +106,5 @@ def test_an_axis_of_many_decades_has_at_most_a_dozen_ticks_and_a_short_one_is_pl
     assert 8 <= len(wide.tickvals) <= 12
     short = curves([1, 2], {"a": [100.0, 110.0]}, title="t", x_title="x", y_title="y").figure.layout.yaxis
     assert short.type == "log" and short.tickvals is None
+    endless = curves([1, 2], {"a": [1.0, math.inf]}, title="t", x_title="x", y_title="y").figure.layout.yaxis
+    assert endless.type == "log"

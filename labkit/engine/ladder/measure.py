@@ -54,7 +54,7 @@ def measure_ladder(
     several = isinstance(prompts, Sequence) and bool(prompts)
     _check.require(several, "prompts", prompts, "a list of at least one prompt of shape (1, n)")
     for place, prompt in enumerate(prompts):
-        check_tokens(f"prompts[{place}]", prompt, models.loaded.config.vocab_size, prompt.device)
+        check_tokens(f"prompts[{place}]", prompt, models.loaded.config.vocab_size, models.device)
         _check.require(len(prompt) == 1, f"prompts[{place}]", f"shape {tuple(prompt.shape)}", "one row")
     # One token alone has no time a token.
     room = models.loaded.config.max_position_embeddings - max(prompt.shape[1] for prompt in prompts)

@@ -69,13 +69,16 @@ class _Watch:
         self.finished = False
         self.sent = self.ended = time.perf_counter()
 
-    def see(self, chunk: object, now: float) -> None:
+    def see(self, chunk: object, now: float) -> bool:
+        """Whether a chunk held anything of an answer: text, its end, or what it counts."""
+        before = len(self.times), self.finished, self.usage
         self.usage = getattr(chunk, "usage", None) or self.usage
         for choice in getattr(chunk, "choices", None) or ():
             self.ended = now
             self.finished |= getattr(choice, "finish_reason", None) is not None
             if _text(choice):
                 self.times.append(now)
+        return before != (len(self.times), self.finished, self.usage)
 
     @property
     def flooded(self) -> bool:
@@ -132,8 +135,8 @@ async def stream_request(
             opening = client.completions.create(prompt=prompt, **options)
         async with asyncio.timeout(silence_s) as limit, await opening as stream:
             async for chunk in stream:
-                watch.see(chunk, time.perf_counter())
-                limit.reschedule(clock() + silence_s)
+                if watch.see(chunk, time.perf_counter()):
+                    limit.reschedule(clock() + silence_s)
                 if watch.flooded:
                     break
     except TimeoutError:

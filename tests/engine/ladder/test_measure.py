@@ -133,6 +133,7 @@ def test_a_file_that_holds_no_ladders_is_named(tmp_path, text):
         {"prompts": None},
         {"prompts": [torch.zeros(2, 3, dtype=torch.int64)]},
         {"prompts": [torch.arange(5)]},
+        {"prompts": [[1, 2, 3]]},
         {"repeats": 0},
         {"max_new_tokens": 1},
         {"max_new_tokens": 10**9},
