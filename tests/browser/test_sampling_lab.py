@@ -52,7 +52,8 @@ def test_each_control_moves_a_known_quantity_and_writes_the_ledger(lab, artifact
     # The same temperature with one token kept: greedy's text again.
     lines = lab.move("top_k", 1, temperature=1.2, top_k=1)
     assert lab.number("kept") == (1.0, "1") and texts(lab) == greedy
-    assert lines["acceptance_rate"].value == accepted
+    # By the same rule; a call that is cut short, or another number of threads, may count a token more or less.
+    assert lines["acceptance_rate"].value == pytest.approx(accepted, abs=0.05)
 
     lines = lab.move("top_k", 3, temperature=1.2, top_k=10)
     assert 1 < lines["kept"].value <= 10 and lines["entropy"].value > 0
