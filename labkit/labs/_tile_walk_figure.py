@@ -110,8 +110,8 @@ def _draw_titles(figure: go.Figure, result: TileWalkResult) -> None:
     row = f"Query {visit.row}" if visit else "A query"
     words = {
         "matrix": f"Weights after {p.step} of {p.tiles} tiles, {setting(p)}",
-        "maximum": f"{row} ({_colour_word('◀', ACCENT)}): maximum m, {_colour_word('○', ADDED)} of a tile",
-        "sum": f"Sum l: {_colour_word('kept', KEPT)} + {_colour_word('added', ADDED)}; frame: before",
+        "maximum": f"{row} {_colour_word('◀', ACCENT)}: max m, {_colour_word('○', ADDED)} of a tile",
+        "sum": f"Sum l: {_colour_word('kept', KEPT)} + {_colour_word('added', ADDED)}, ▯ before",
         "error": "How far its output is off",
         "held": "Held at once (bytes)",
         "moved": "Moved to and from memory (kB)",

@@ -10,6 +10,13 @@ _FITS = """width => {
     return window.innerWidth === width && plot._fullLayout.width <= lab.clientWidth
         && plot._fullLayout.width > 0.9 * lab.clientWidth;
 }"""
+_STAY_MS = 1_500
+_STAY = """ms => {
+    const notes = document.querySelectorAll('.labkit-lab .js-plotly-plot .infolayer .annotation');
+    const where = JSON.stringify([...notes].map(note => note.getBoundingClientRect()));
+    if (window.notesAt?.where !== where) window.notesAt = { where, since: performance.now() };
+    return performance.now() - window.notesAt.since > ms;
+}"""
 _WRONG = """() => {
     const plot = document.querySelector('.labkit-lab .js-plotly-plot');
     const frame = plot.querySelector('.main-svg').getBoundingClientRect();
@@ -27,4 +34,6 @@ def wrong_titles(notebook: OpenNotebook, width: int = NARROW) -> list[str]:
     page = notebook.page
     page.set_viewport_size({"width": width, "height": page.viewport_size["height"]})
     page.wait_for_function(_FITS, arg=width, timeout=_DRAWN_MS)
+    # plotly knows its new width before it has moved the titles there.
+    page.wait_for_function(_STAY, arg=_STAY_MS, timeout=_DRAWN_MS)
     return page.evaluate(_WRONG)
