@@ -235,7 +235,7 @@ class Decoder:
         stop = stop_ids(eos_token_id, self.model.config.vocab_size, self.device)
         generator = seeded_generator(self.device, seed)
         pick = functools.partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        with self.turn.generating():
+        with self.turn:
             self.reset()
             self.reserve(batch, prompt + max_new_tokens)
             return continue_prompt(self, input_ids, max_new_tokens, pick=pick, stop=stop, streamer=streamer)

@@ -43,7 +43,7 @@ def continue_prompt(
     `(batch,)` tokens of `logits (batch, vocab)`, and a row ends with one of the `stop` ids."""
     batch = input_ids.shape[0]
     if streamer is not None:
-        streamer.put(input_ids.cpu())
+        decoder.turn.tell(streamer.put, input_ids.cpu())
     steps, times = [input_ids], []
     finished = torch.zeros(batch, dtype=torch.bool, device=decoder.device)
     with track_peak(decoder.device) as peak:
@@ -59,7 +59,7 @@ def continue_prompt(
             synchronize(decoder.device)
             times.append(time.perf_counter() - begin)
             if streamer is not None:
-                streamer.put(token.cpu())
+                decoder.turn.tell(streamer.put, token.cpu())
             if stop is not None and bool(finished.all()):
                 break
     if streamer is not None:

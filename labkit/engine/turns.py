@@ -1,38 +1,41 @@
 """Threads that share a Decoder take turns: two that wrote to one cache at once would both read wrong tokens."""
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from labkit import _check
 
 
 class Turn:
-    """A lock that its holder may take again, and that refuses a generation inside a generation."""
+    """A lock that its holder may take again, but not out of a streamer or watch that it is telling.
+
+    Such a step would change the cache that the generation which feeds the streamer goes on with.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._generating = False
+        self._telling = False
 
     def __enter__(self) -> None:
         self._lock.acquire()
+        telling = self._telling  # then this is the holder's own thread: others still wait in the line above
+        if telling:
+            self._lock.release()
+        takes = "another Decoder: this one is in the middle of a generation"
+        _check.require(not telling, "decoder", "the one whose streamer or watch calls it", takes)
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    @contextlib.contextmanager
-    def generating(self) -> Iterator[None]:
-        """The turn for a whole generation. Errors: ValueError inside another one, as a streamer that decodes with the
-        Decoder that feeds it would be: it would empty the cache that the outer one goes on with."""
-        with self:
-            takes = "another Decoder: this one is in the middle of a generation"
-            _check.require(not self._generating, "decoder", "the one whose streamer or watch calls it", takes)
-            try:
-                self._generating = True
-                yield
-            finally:
-                self._generating = False
+    def tell(self, hear: Callable[..., None], *news: object) -> None:
+        """Call `hear(*news)` in the middle of a generation, by the one whose turn it is. Errors: ValueError for every
+        step that `hear` asks of the Decoder."""
+        self._telling = True
+        try:
+            hear(*news)
+        finally:
+            self._telling = False
 
 
 def one_at_a_time(method: Callable[..., object]) -> Callable[..., object]:

@@ -104,9 +104,10 @@ def accept_greedy(drafts: torch.Tensor, targets: torch.Tensor) -> Verdict:
 
 
 def _check_distribution(name: str, probs: torch.Tensor) -> None:
+    """Of `probs (..., vocab)`: none below 0, each row's sum 1 up to rounding. NaN and infinity fail the sum."""
     total = probs.sum(-1, dtype=torch.float32)
-    usable = bool(((total - 1).abs() < _OFF_ONE).all()) and bool((probs >= 0).all())
-    _check.require(usable, name, "probabilities that do not sum to 1", "a distribution in each row")
+    usable = ((total - 1).abs() < _OFF_ONE).all() & (probs >= 0).all()
+    _check.require(bool(usable), name, "probabilities that do not sum to 1", "a distribution in each row")
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,7 @@ def accept_tree(
         _check.tensor("p", p, ndim=3, dtypes=_FLOATS)
         ok = tuple(p.shape[:2]) == (batch, nodes + 1)
         _check.require(ok, "p", f"shape {tuple(p.shape)}", f"({batch}, {nodes + 1}, vocab)")
+        _check_distribution("p", p)
         _check.require(isinstance(generator, torch.Generator), "generator", generator, "a torch.Generator to draw from")
         uniform = torch.rand(batch, tree.depth + 1, generator=generator, device=p.device, dtype=torch.float64)
     parents = torch.tensor(tree.parents, device=drafts.device)

@@ -64,7 +64,8 @@ def generate(
     _check.integer("max_new_tokens", max_new_tokens, 1, max(1, room))
     stop = stop_ids(eos_token_id, decoder.model.config.vocab_size, decoder.device)
     _check.require(watch is None or callable(watch), "watch", watch, "a function of a Call, or None")
-    _check_cache(decoder.cache, proposer, batch, drafts=num_assistant_tokens > 0, ends=stop is not None)
+    if max_new_tokens > 1:  # the first token is that of the prompt's pass: nothing is drafted for it
+        _check_cache(decoder.cache, proposer, batch, drafts=num_assistant_tokens > 0, ends=stop is not None)
     loop = SpeculativeLoop(
         decoder,
         proposer,
@@ -74,7 +75,7 @@ def generate(
         prompt + max_new_tokens,
         frozenset(stop.tolist() if stop is not None else ()),
         streamer,
-        watch or (lambda call: None),
+        watch,
     )
     return loop(input_ids)
 

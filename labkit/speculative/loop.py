@@ -45,7 +45,7 @@ class SpeculativeLoop:
     limit: int
     stop: frozenset[int]
     streamer: BaseStreamer | None
-    watch: Callable[[Call], None]
+    watch: Callable[[Call], None] | None
     rows: list[list[int]] = field(default_factory=list)
     running: list[bool] = field(default_factory=list)
     stats: SpeculativeStats = SpeculativeStats()
@@ -53,11 +53,11 @@ class SpeculativeLoop:
     @torch.inference_mode()
     def __call__(self, input_ids: Tensor) -> SpeculativeOutput:
         prompt = input_ids.shape[1]
-        if self.streamer is not None:
-            self.streamer.put(input_ids.cpu())
         times = []
         # Steps of another thread in between would be read as this one's.
-        with self.decoder.turn.generating(), track_peak(self.decoder.device) as peak:
+        with self.decoder.turn, track_peak(self.decoder.device) as peak:
+            if self.streamer is not None:
+                self.decoder.turn.tell(self.streamer.put, input_ids.cpu())
             synchronize(self.decoder.device)
             begin = time.perf_counter()
             self.read_prompt(input_ids)
@@ -86,7 +86,7 @@ class SpeculativeLoop:
         first = sample(logits[:, -1], s.temperature, s.top_k, s.top_p, self.generator)
         for index, token in enumerate(first.tolist()):
             self._append(index, [token])
-            self.watch(Call(index, (), 0, (token,), "prompt"))
+            self._report(Call(index, (), 0, (token,), "prompt"))
         self._tell(hidden, [tokens.shape[1]] * len(tokens))
 
     def forward(self, tokens: Tensor, **options: object) -> tuple[Tensor, Tensor | None]:
@@ -94,6 +94,10 @@ class SpeculativeLoop:
         if self.proposer.wants_hidden:
             return self.decoder.forward(tokens, return_hidden=True, **options)
         return self.decoder.forward(tokens, **options), None
+
+    def _report(self, call: Call) -> None:
+        if self.watch is not None:
+            self.decoder.turn.tell(self.watch, call)
 
     def _tell(self, hidden: Tensor | None, kept: list[int]) -> None:
         if hidden is not None:
@@ -159,7 +163,7 @@ class SpeculativeLoop:
         refused = not cut and _goes_on(proposal, path)
         kind = "cut" if cut else "residual" if refused else "bonus"
         self.stats += SpeculativeStats(len(drafted), matches + refused, matches, 0, 1, len(emitted))
-        self.watch(Call(index, tuple(drafted), matches, tuple(emitted), kind))
+        self._report(Call(index, tuple(drafted), matches, tuple(emitted), kind))
         return len(emitted)
 
     def _append(self, index: int, emitted: list[int]) -> bool:
@@ -171,7 +175,7 @@ class SpeculativeLoop:
         row.extend(emitted)
         self.running[index] = len(row) < self.limit and row[-1] not in self.stop
         if self.streamer is not None:
-            self.streamer.put(torch.tensor([emitted]))
+            self.decoder.turn.tell(self.streamer.put, torch.tensor([emitted]))
         return len(emitted) < new
 
     def _sequences(self) -> Tensor:

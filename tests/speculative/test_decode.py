@@ -259,15 +259,31 @@ def test_what_a_cache_cannot_hold_is_refused_before_the_first_pass(model, prompt
     assert streamer.put_values == []
 
 
+def test_one_token_is_the_prompts_alone_and_asks_nothing_of_the_cache(model, prompts):
+    quantized = QuantizedCache(model.config, 8, 16, 32)
+    out = generate(model, prompts, PromptLookup(), max_new_tokens=1, num_assistant_tokens=3, cache=quantized)
+    assert torch.equal(out.sequences, plain(model, prompts, 1))
+
+
+STEPS = {
+    "generate": lambda decoder, ids: decoder.generate(ids, max_new_tokens=2),
+    "forward": lambda decoder, ids: decoder.forward(ids),
+    "crop": lambda decoder, ids: decoder.crop(1),
+    "reset": lambda decoder, ids: decoder.reset(),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("told", [1, 3])
 @pytest.mark.parametrize("how", ["speculative", "plain"])
-def test_a_streamer_that_decodes_with_the_same_decoder_is_refused(model, prompts, how):
+def test_a_streamer_that_steps_the_decoder_that_feeds_it_is_refused(model, prompts, how, told, step):
     decoder, ids = Decoder(model), prompts[:1]
 
-    class Calling(Recorder):
+    class Stepping(Recorder):
         def put(self, value):
             super().put(value)
-            if len(self.put_values) == 3:
-                decoder.generate(ids, max_new_tokens=2)
+            if len(self.put_values) == told:
+                STEPS[step](decoder, ids)
 
     def run(streamer):
         if how == "plain":
@@ -275,7 +291,19 @@ def test_a_streamer_that_decodes_with_the_same_decoder_is_refused(model, prompts
         return generate(decoder, ids, PromptLookup(), max_new_tokens=9, num_assistant_tokens=2, streamer=streamer)
 
     with pytest.raises(ValueError, match="decoder: got .* takes another Decoder"):
-        run(Calling())
+        run(Stepping())
+    assert torch.equal(run(None).sequences, plain(model, ids, 9))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_watch_that_steps_the_decoder_it_watches_is_refused(model, prompts, step):
+    decoder, ids = Decoder(model), prompts[:1]
+
+    def run(watch):
+        return generate(decoder, ids, PromptLookup(), max_new_tokens=9, num_assistant_tokens=2, watch=watch)
+
+    with pytest.raises(ValueError, match="decoder: got .* takes another Decoder"):
+        run(lambda call: STEPS[step](decoder, ids))
     assert torch.equal(run(None).sequences, plain(model, ids, 9))
 
 

@@ -217,7 +217,9 @@ IDS, P = torch.zeros(2, 8, dtype=torch.int64), torch.full((2, 9, 5), 0.2)
         ((IDS, P[:, :8], torch.Generator()), "p: got 'shape"),
         ((IDS, P), "generator: got None"),
         ((IDS, IDS), r"p: got 'shape \(2, 8\)'"),
-        ((IDS, P * torch.nan, torch.Generator()), "p: got 'probabilities that sum to 0, NaN"),
+        ((IDS, P * torch.nan, torch.Generator()), "p: got 'probabilities that do not sum to 1"),
+        ((IDS, P * 7, torch.Generator()), "p: got 'probabilities that do not sum to 1"),
+        ((IDS, P * torch.tensor([-1.0, 3, 1, 1, 1]), torch.Generator()), "p: got 'probabilities that do not sum to 1"),
         ((IDS, None), "p: got 'NoneType'"),
     ],
 )
