@@ -1,6 +1,7 @@
 """`Decoder` on a GPU: the CUDA graph computes what the eager step computes, and the time and memory add up."""
 
 import copy
+import statistics
 
 import pytest
 import torch
@@ -211,9 +212,12 @@ def test_op_times_add_up_to_the_step(wide_model: object, device: torch.device) -
         graph.crop(64)
 
     # On a GPU the ops are queued ahead, so that their sum is held against the graph, which has no launch gaps either.
-    whole = time_op(step, device=device).median
-    total = sum(timing.median for timing in op_times(eager, token, repeats=9).values())
-    assert 0.6 * whole < total < 1.7 * whole
+    # In turns: what else runs on the machine slows one round, not the middle one of five.
+    shares = []
+    for _ in range(5):
+        whole = time_op(step, device=device, min_run_s=0.05).median
+        shares.append(sum(timing.median for timing in op_times(eager, token, repeats=9).values()) / whole)
+    assert 0.6 < statistics.median(shares) < 1.7, shares
     assert eager.length == 64
 
 
