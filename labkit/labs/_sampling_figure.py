@@ -26,7 +26,7 @@ _LOWEST_TOP = 0.6
 # What the words beside a point take of the axis of temperature, with half of an earlier point's mark.
 _ROOM = 0.5
 _BARS = {
-    "own": ({"color": _OWN}, -0.4, "the model's own (temperature 1, nothing cut)"),
+    "own": ({"color": _OWN}, -0.4, "the model's own (temperature 1)"),
     "drawn": ({"color": BLUE}, 0.0, "as drawn at this setting"),
     "cut": (
         {
@@ -35,7 +35,7 @@ _BARS = {
             "pattern": {"shape": "/", "fgcolor": MUTED, "size": 5},
         },
         0.0,
-        "cut: what it had at this temperature",
+        "cut: had at this temperature",
     ),
 }
 _THEORY = {"symbol": "line-ew", "size": 34, "line": {"width": 4, "color": INK}}
@@ -55,7 +55,7 @@ def build_figure() -> go.Figure:
     _add_acceptance(figure)
     _add_legend(figure)
     figure.update_layout(
-        template=TEMPLATE, height=560, barmode="overlay", margin={"l": 135, "r": 15, "t": 40, "b": 130}
+        template=TEMPLATE, height=580, barmode="overlay", margin={"l": 135, "r": 15, "t": 40, "b": 150}
     )
     figure.update_annotations(font_size=16)
     figure.update_xaxes(title={"text": "Probability", "standoff": 4}, tickformat=".0%", row=1, col=1)
